@@ -1,0 +1,151 @@
+"""The curvature H of the negative log likelihood, block by block: one block a parameter, diagonal or Kronecker."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class DiagonalBlock:
+    """The diagonal of H for one parameter: one number a weight, summed over the data.
+
+    Attributes:
+        values: Shaped like the parameter.
+    """
+
+    values: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self.values.shape
+
+    def diagonal(self) -> Tensor:
+        """H_pp, shaped like the parameter."""
+        return self.values
+
+    def scale(self, factor: float) -> None:
+        """Multiply H by ``factor`` in place."""
+        self.values.mul_(factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file has to keep."""
+        return {"values": self.values}
+
+
+@dataclass
+class KroneckerBlock:
+    """H ≈ A ⊗ G for one parameter seen as ``(groups, out, in)`` matrices.
+
+    A, ``(groups, in, in)``, is the *mean* over samples and positions of the input's outer product; G,
+    ``(groups, out, out)``, is the *sum* of the output gradients' outer products, so that A ⊗ G estimates the sum
+    over the data. Entry ((o, i), (o', i')) of a group's block is G[o, o'] · A[i, i'].
+
+    A bias is a matrix with one input that is always 1: ``in`` is 1 and A is one.
+
+    Attributes:
+        A: Input covariance, ``(groups, in, in)``.
+        G: Gradient covariance, ``(groups, out, out)``.
+        shape: The parameter's own shape.
+        transposed: The parameter is stored ``(in, out)``, as in the transformers library's Conv1D.
+    """
+
+    A: Tensor
+    G: Tensor
+    shape: torch.Size
+    transposed: bool = False
+
+    def to_matrix(self, values: Tensor) -> Tensor:
+        """A tensor shaped like the parameter, as ``(groups, out, in)``."""
+        groups, out, inputs = len(self.A), self.G.shape[-1], self.A.shape[-1]
+        if self.transposed:
+            return values.reshape(inputs, out).t().unsqueeze(0)
+        return values.reshape(groups, out, inputs)
+
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        """The inverse of :meth:`to_matrix`."""
+        return (matrix[0].t() if self.transposed else matrix).reshape(self.shape)
+
+    def diagonal(self) -> Tensor:
+        """H_pp = G_oo · A_ii exactly, shaped like the parameter."""
+        a, g = self.A.diagonal(dim1=-2, dim2=-1), self.G.diagonal(dim1=-2, dim2=-1)
+        return self.from_matrix(g.unsqueeze(-1) * a.unsqueeze(-2))
+
+    def scale(self, factor: float) -> None:
+        """Multiply H by ``factor`` in place."""
+        self.G.mul_(factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file has to keep."""
+        return {"A": self.A, "G": self.G}
+
+
+Block = DiagonalBlock | KroneckerBlock
+
+
+@dataclass
+class Curvature:
+    """H for a whole model: a block for every trainable parameter, and the log likelihood at the same weights.
+
+    Attributes:
+        blocks: Parameter name → block, in the order of ``model.named_parameters()``.
+        log_likelihood: Σ_n log p(y_n | x_n, θ) over the data.
+        data_size: N, the number of samples H and the log likelihood are sums over (or estimates of the sum over).
+        structure: ``"diag"`` or ``"kron"``.
+        source: ``"ggn"``, ``"ef"`` or ``"mc"``.
+        rules: Parameter name → the rule that computed its block, in words.
+    """
+
+    blocks: dict[str, Block]
+    log_likelihood: float
+    data_size: int
+    structure: str
+    source: str
+    rules: dict[str, str] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[tuple[str, Block]]:
+        return iter(self.blocks.items())
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """H_pp of every parameter, by name, shaped like the parameter."""
+        return {name: block.diagonal() for name, block in self.blocks.items()}
+
+    def coverage(self) -> str:
+        """A table of parameter, shape and the rule that computed it, one line each."""
+        rows = [(name, "×".join(map(str, block.shape)) or "scalar", self.rules.get(name, "?")) for name, block in self]
+        head = ("parameter", "shape", "rule")
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(2)]
+        return "\n".join(f"{n:<{widths[0]}}  {s:<{widths[1]}}  {r}" for n, s, r in [head, *rows])
+
+    def state_dict(self) -> dict[str, object]:
+        """Tensors and plain values, enough for :meth:`from_state_dict`; holds no code."""
+        blocks: dict[str, object] = {}
+        for name, block in self:
+            entry: dict[str, object] = dict(block.tensors())
+            if isinstance(block, KroneckerBlock):
+                entry |= {"shape": list(block.shape), "transposed": block.transposed}
+            blocks[name] = entry
+        return {
+            "blocks": blocks,
+            "log_likelihood": self.log_likelihood,
+            "data_size": self.data_size,
+            "structure": self.structure,
+            "source": self.source,
+            "rules": dict(self.rules),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, object]) -> "Curvature":
+        """Rebuild from :meth:`state_dict`."""
+        entries = state["blocks"]
+        assert isinstance(entries, dict)
+        blocks: dict[str, Block] = {
+            name: DiagonalBlock(e["values"])
+            if "values" in e
+            else KroneckerBlock(e["A"], e["G"], torch.Size(e["shape"]), bool(e["transposed"]))
+            for name, e in entries.items()
+        }
+        rest = {key: value for key, value in state.items() if key != "blocks"}
+        return cls(blocks=blocks, **rest)  # type: ignore[arg-type]

@@ -1,0 +1,219 @@
+"""What the network's outputs mean: the loss, and the curvature of the loss at the outputs.
+
+A likelihood turns outputs f and targets y into a negative log likelihood per sample, and gives a square root S
+of its Hessian at the outputs, Λ = ∂²(−log p(y|f))/∂f² = S Sᵀ. A user's own likelihood subclasses
+:class:`Likelihood` and writes those two functions.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shaver.naming import check_name
+
+#: More numbers than this in one square root of the output Hessian, and the exact GGN is refused.
+ROOT_LIMIT = 2**28
+
+
+class Likelihood(ABC):
+    """The protocol: ``nll`` and ``root`` are required, ``mc_gradient`` has a correct default.
+
+    Example:
+        A Poisson likelihood with log rate f::
+
+            class Poisson(shaver.likelihoods.Likelihood):
+                def nll(self, outputs, targets):
+                    return (outputs.exp() - targets * outputs + torch.lgamma(targets + 1)).flatten(1).sum(1)
+
+                def root(self, outputs):
+                    return torch.diag_embed((outputs / 2).exp()).movedim(-1, 0)   # columns first
+    """
+
+    @abstractmethod
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Negative log likelihood of each sample, shape ``(batch,)``: summed over any further dimensions."""
+
+    @abstractmethod
+    def root(self, outputs: Tensor) -> Tensor:
+        """Columns s_k of the output Hessian's square root, Λ = Σ_k s_k s_kᵀ, shape ``(columns, *outputs.shape)``."""
+
+    def mc_gradient(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A random output gradient g with mean zero and E[g gᵀ] = Λ, shaped like ``outputs``."""
+        columns = self.root(outputs)
+        shape = (*columns.shape[:2], *(1,) * (outputs.ndim - 1))
+        signs = torch.randint(0, 2, shape, generator=generator).to(columns) * 2 - 1
+        return (columns * signs).sum(0)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise ``ValueError`` where outputs and targets do not belong together. Default: nothing to check."""
+
+    def state(self) -> dict[str, float]:
+        """Numbers that training changes, such as a noise variance; saved with checkpoints."""
+        return {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Take back what :meth:`state` gave."""
+
+
+@dataclass
+class Classification(Likelihood):
+    """Softmax classification, p(y|f) = softmax(f)_y, with Λ = diag(p) − p pᵀ.
+
+    Extra output dimensions (tokens, pixels) are further independent labels of the same sample: outputs
+    ``(batch, tokens, classes)`` with targets ``(batch, tokens)``, or classes in another place by ``class_dim``.
+
+    Attributes:
+        class_dim: Which output dimension holds the classes; 1 for ``(batch, classes, height, width)``.
+        ignore_index: Targets with this value count for nothing, as in ``F.cross_entropy``.
+    """
+
+    class_dim: int = -1
+    ignore_index: int = -100
+
+    def _last(self, outputs: Tensor) -> Tensor:
+        return outputs.movedim(self.class_dim, -1)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Shapes fit, and every label is a class or the ignored index."""
+        expected = self._last(outputs).shape[:-1] if outputs.ndim > 1 else None
+        if expected is None or tuple(targets.shape) != tuple(expected):
+            raise ValueError(
+                f"classification outputs of shape {tuple(outputs.shape)} with classes in dimension "
+                f"{self.class_dim} need targets of shape {tuple(expected) if expected else '(batch,)'}, "
+                f"but targets have shape {tuple(targets.shape)}. Class probabilities as targets are not "
+                "supported; Classification(class_dim=1) reads (batch, classes, …) outputs."
+            )
+        if targets.is_floating_point():
+            raise ValueError(f"classification targets are class indices (integers), not {targets.dtype}.")
+        classes = outputs.shape[self.class_dim]
+        wrong = (targets != self.ignore_index) & ((targets < 0) | (targets >= classes))
+        if bool(wrong.any()):
+            raise ValueError(
+                f"label {int(targets[wrong][0])} is out of range: the network has {classes} outputs, so "
+                f"labels run from 0 to {classes - 1} (or {self.ignore_index}, ignored)."
+            )
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy of each sample, summed over its tokens."""
+        last = self._last(outputs)
+        flat = F.cross_entropy(
+            last.reshape(-1, last.shape[-1]).float() if last.dtype in _HALF else last.reshape(-1, last.shape[-1]),
+            targets.reshape(-1),
+            ignore_index=self.ignore_index,
+            reduction="none",
+        )
+        return flat.reshape(len(outputs), -1).sum(1)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        """The Cholesky factor of diag(p) − p pᵀ in closed form: C − 1 columns a label, the Hessian's rank.
+
+        With q_k = Σ_{j>k} p_j: L_kk = √(p_k q_k / q_{k−1}) and L_jk = −p_j √(p_k / (q_{k−1} q_k)) for j > k
+        (Tanabe and Sagae, 1992).
+        """
+        last = self._last(outputs.detach())
+        classes = last.shape[-1]
+        labels = last[0, ..., 0].numel()
+        if labels * (classes - 1) * outputs.numel() > ROOT_LIMIT:
+            raise ValueError(
+                f"the exact GGN for outputs of shape {tuple(outputs.shape)} needs {labels * (classes - 1)} "
+                'backward passes a batch; use source="mc" (unbiased, one pass) or source="ef", or smaller batches.'
+            )
+        p = last.softmax(-1)
+        tail = p.flip(-1).cumsum(-1).flip(-1)  # tail_k = Σ_{j≥k} p_j = q_{k−1}
+        q = torch.cat([tail[..., 1:], torch.zeros_like(p[..., :1])], -1)
+        tiny = torch.finfo(p.dtype).tiny
+        below = torch.tril(p.new_ones(classes, classes - 1), -1)
+        ratio = (p / (tail * q).clamp_min(tiny)).sqrt()[..., :-1]  # √(p_k / (q_{k−1} q_k))
+        factor = -p.unsqueeze(-1) * ratio.unsqueeze(-2) * below
+        diagonal = (p * q / tail.clamp_min(tiny)).sqrt()[..., :-1]
+        factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+        if labels == 1:  # (batch, …ones…, C, C−1) → (C−1, batch, …, C)
+            columns = factor.movedim(-1, 0)
+        else:  # one column for each label and class: zero everywhere but at its own label
+            eye = torch.eye(labels, dtype=p.dtype, device=p.device)
+            flat = factor.reshape(len(outputs), labels, classes, classes - 1)
+            columns = torch.einsum("blck,lm->mkblc", flat, eye).reshape(labels * (classes - 1), *last.shape)
+        return columns.movedim(-1, self.class_dim if self.class_dim < 0 else self.class_dim + 1)
+
+    def mc_gradient(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """p − e_ŷ with a label ŷ sampled from the model for every position."""
+        last = self._last(outputs.detach())
+        p = last.softmax(-1)
+        flat = p.reshape(-1, p.shape[-1])
+        label = torch.multinomial(flat.float().cpu() if generator is not None else flat.float(), 1, generator=generator)
+        gradient = flat.clone().scatter_add_(1, label.to(flat.device), flat.new_full(label.shape, -1.0))
+        return gradient.reshape(p.shape).movedim(-1, self.class_dim)
+
+
+@dataclass
+class Regression(Likelihood):
+    """Gaussian regression, p(y|f) = N(y; f, σ²), with Λ = I/σ².
+
+    Attributes:
+        noise: The noise variance σ². :func:`shaver.evidence.improve_noise` learns it from the evidence.
+    """
+
+    noise: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.noise > 0 and math.isfinite(self.noise)):
+            raise ValueError(f"the noise variance must be positive and finite, not {self.noise!r}.")
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Outputs and targets have one shape."""
+        if outputs.shape != targets.shape:
+            raise ValueError(
+                f"regression needs targets shaped like the outputs, {tuple(outputs.shape)}, but they have "
+                f"shape {tuple(targets.shape)}; y.unsqueeze(1) or outputs.squeeze(1) is the usual cure."
+            )
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """½ Σ (f − y)²/σ² + ½ D log(2πσ²) of each sample with D outputs."""
+        squares = (outputs - targets).square().flatten(1)
+        return 0.5 * squares.sum(1) / self.noise + 0.5 * squares.shape[1] * math.log(2 * math.pi * self.noise)
+
+    def root(self, outputs: Tensor) -> Tensor:
+        """Unit vectors over σ, one for each output of a sample."""
+        per_sample = outputs[0].numel()
+        if per_sample * outputs.numel() > ROOT_LIMIT:
+            raise ValueError(f'{per_sample} outputs a sample are too many for the exact GGN; use source="mc".')
+        eye = torch.eye(per_sample, dtype=outputs.dtype, device=outputs.device) / math.sqrt(self.noise)
+        return eye.reshape(per_sample, 1, *outputs.shape[1:]).expand(per_sample, *outputs.shape)
+
+    def mc_gradient(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """ε/σ with standard normal ε."""
+        noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float32).to(outputs)
+        return noise / math.sqrt(self.noise)
+
+    def state(self) -> dict[str, float]:
+        """The noise variance."""
+        return {"noise": self.noise}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Take the noise variance back."""
+        self.noise = state["noise"]
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_NAMED: dict[str, type[Likelihood]] = {"classification": Classification, "regression": Regression}
+
+
+def get_likelihood(likelihood: "str | Likelihood") -> Likelihood:
+    """A likelihood by name (``"classification"``, ``"regression"``), or the object itself.
+
+    Raises:
+        ValueError: The name is not one of them, with the nearest match.
+        TypeError: The object does not subclass :class:`Likelihood`.
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, str):
+        return _NAMED[check_name("likelihood", likelihood, _NAMED)]()
+    raise TypeError(
+        f"likelihood must be {' or '.join(map(repr, _NAMED))} or a subclass of shaver.likelihoods.Likelihood, "
+        f"not {likelihood!r}."
+    )
