@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as _parse
 from safetensors.torch import save as _serialise
@@ -105,9 +104,7 @@ def pack(state: object) -> tuple[dict[str, Tensor], object]:
             return value
         if isinstance(value, float):
             return {"$float": value.hex()}  # exact, and infinity has a name
-        raise TypeError(
-            f"{path or 'the state'} holds a {type(value).__name__}, which cannot be saved without pickle."
-        )
+        raise TypeError(f"{path or 'the state'} holds a {type(value).__name__}, which cannot be saved without pickle.")
 
     return tensors, walk(state, "")
 
@@ -141,9 +138,7 @@ def load_state(path: str | os.PathLike[str]) -> Any:
     size = int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8 : 8 + size]).get("__metadata__", {})
     if "state" not in metadata:
-        raise ValueError(
-            f"{path} is a safetensors file without a saved state; it was written by something else."
-        )
+        raise ValueError(f"{path} is a safetensors file without a saved state; it was written by something else.")
     return unpack(tensors, json.loads(metadata["state"]))
 
 

@@ -101,9 +101,7 @@ class Classification(Likelihood):
         """Cross entropy of each sample, summed over its tokens."""
         last = self._last(outputs)
         flat = F.cross_entropy(
-            last.reshape(-1, last.shape[-1]).float()
-            if last.dtype in _HALF
-            else last.reshape(-1, last.shape[-1]),
+            last.reshape(-1, last.shape[-1]).float() if last.dtype in _HALF else last.reshape(-1, last.shape[-1]),
             targets.reshape(-1),
             ignore_index=self.ignore_index,
             reduction="none",
@@ -146,9 +144,7 @@ class Classification(Likelihood):
         last = self._last(outputs.detach())
         p = last.softmax(-1)
         flat = p.reshape(-1, p.shape[-1])
-        label = torch.multinomial(
-            flat.float().cpu() if generator is not None else flat.float(), 1, generator=generator
-        )
+        label = torch.multinomial(flat.float().cpu() if generator is not None else flat.float(), 1, generator=generator)
         gradient = flat.clone().scatter_add_(1, label.to(flat.device), flat.new_full(label.shape, -1.0))
         return gradient.reshape(p.shape).movedim(-1, self.class_dim)
 
@@ -184,9 +180,7 @@ class Regression(Likelihood):
         """Unit vectors over σ, one for each output of a sample."""
         per_sample = outputs[0].numel()
         if per_sample * outputs.numel() > ROOT_LIMIT:
-            raise ValueError(
-                f'{per_sample} outputs a sample are too many for the exact GGN; use source="mc".'
-            )
+            raise ValueError(f'{per_sample} outputs a sample are too many for the exact GGN; use source="mc".')
         eye = torch.eye(per_sample, dtype=outputs.dtype, device=outputs.device) / math.sqrt(self.noise)
         return eye.reshape(per_sample, 1, *outputs.shape[1:]).expand(per_sample, *outputs.shape)
 

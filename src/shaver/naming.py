@@ -18,6 +18,4 @@ def check_name(kind: str, name: object, valid: Iterable[str]) -> str:
         return name
     near = get_close_matches(str(name), names, n=1)
     hint = f" did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"unknown {kind} {name!r};{hint} Valid: {', '.join(map(repr, names))}.".replace("; V", ". V")
-    )
+    raise ValueError(f"unknown {kind} {name!r};{hint} Valid: {', '.join(map(repr, names))}.".replace("; V", ". V"))

@@ -114,10 +114,7 @@ class Curvature:
 
     def coverage(self) -> str:
         """A table of parameter, shape and the rule that computed it, one line each."""
-        rows = [
-            (name, "×".join(map(str, block.shape)) or "scalar", self.rules.get(name, "?"))
-            for name, block in self
-        ]
+        rows = [(name, "×".join(map(str, block.shape)) or "scalar", self.rules.get(name, "?")) for name, block in self]
         head = ("parameter", "shape", "rule")
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(2)]
         return "\n".join(f"{n:<{widths[0]}}  {s:<{widths[1]}}  {r}" for n, s, r in [head, *rows])
