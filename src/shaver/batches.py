@@ -1,0 +1,84 @@
+"""What a batch is: a tuple ``(inputs, targets)``, a dict with ``labels``, or anything with the user's own functions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+#: The key of a dict batch that holds the targets.
+LABELS = "labels"
+
+#: ``forward(model, batch)``: the outputs (logits, means) of the network for one batch.
+Forward = Callable[[nn.Module, Any], Tensor]
+#: ``targets(batch)``: what the outputs are compared with.
+Targets = Callable[[Any], Tensor]
+
+
+def forward_of(model: nn.Module, batch: Any) -> Tensor:
+    """The network's outputs for one batch.
+
+    A tuple or list ``(x, y)`` calls ``model(x)``, ``(x1, x2, y)`` calls ``model(x1, x2)``; a dict calls the model with
+    every entry but ``labels`` as keyword arguments. Outputs with ``.logits`` (or a ``"logits"`` entry) are unwrapped.
+
+    Raises:
+        TypeError: The batch is of another kind, or the outputs are not a tensor.
+    """
+    if isinstance(batch, Mapping):
+        outputs = model(**{key: value for key, value in batch.items() if key != LABELS})
+    else:
+        outputs = model(*_pair(batch)[:-1])
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        outputs = outputs["logits"]
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the model returned a {type(outputs).__name__}, not a tensor or something with .logits; "
+            "pass forward=lambda model, batch: … that returns the outputs."
+        )
+    return outputs
+
+
+def targets_of(batch: Any) -> Tensor:
+    """The targets of one batch: the last of a tuple, the ``labels`` of a dict.
+
+    Raises:
+        TypeError: The batch is of another kind, or the targets are not a tensor.
+        KeyError: The dict has no ``labels``.
+    """
+    if isinstance(batch, Mapping):
+        if LABELS not in batch:
+            raise KeyError(
+                f"a dict batch needs the key {LABELS!r}; this one has {', '.join(map(repr, batch))}. "
+                "Pass targets=lambda batch: … for another layout."
+            )
+        targets = batch[LABELS]
+    else:
+        targets = _pair(batch)[-1]
+    if not isinstance(targets, Tensor):
+        raise TypeError(
+            f"the batch's targets are a {type(targets).__name__}, not a tensor; pass targets=lambda batch: …"
+        )
+    return targets
+
+
+def batch_size_of(batch: Any) -> int:
+    """The number of samples in one batch: the length of the first tensor found in it.
+
+    Raises:
+        TypeError: The batch holds no tensor with a batch dimension.
+    """
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim:
+            return len(value)
+    raise TypeError(f"cannot tell the size of a batch of type {type(batch).__name__}: it holds no tensor.")
+
+
+def _pair(batch: Any) -> Sequence[Any]:
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return batch
+    given = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if isinstance(batch, tuple | list) else "")
+    raise TypeError(
+        f"a batch is a tuple (inputs, targets) or a dict with {LABELS!r}, not {given}; "
+        "pass forward=lambda model, batch: … and targets=lambda batch: … for another layout."
+    )
