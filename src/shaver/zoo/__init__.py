@@ -1,0 +1,35 @@
+"""The paper's networks and two small ones, each rebuilt from a plain dict of its arguments.
+
+Example:
+    >>> import shaver.zoo
+    >>> model = shaver.zoo.build("wrn16_fixup", seed=0, classes=100)
+"""
+
+from shaver.zoo.digits_cnn import DigitsCNN
+from shaver.zoo.fcn import FCN
+from shaver.zoo.fixup import Bias, Scale
+from shaver.zoo.lenet import LeNet
+from shaver.zoo.mixer import Mixer
+from shaver.zoo.registry import arguments_of, build, names
+from shaver.zoo.resnet18 import ResNet18
+from shaver.zoo.resnet18_fixup import ResNet18Fixup
+from shaver.zoo.vit import ViT
+from shaver.zoo.wrn16 import WRN16
+from shaver.zoo.wrn16_fixup import WRN16Fixup
+
+__all__ = [
+    "FCN",
+    "WRN16",
+    "Bias",
+    "DigitsCNN",
+    "LeNet",
+    "Mixer",
+    "ResNet18",
+    "ResNet18Fixup",
+    "Scale",
+    "ViT",
+    "WRN16Fixup",
+    "arguments_of",
+    "build",
+    "names",
+]

@@ -1,0 +1,99 @@
+"""Residual blocks that train without normalisation (Zhang, Dauphin and Ma, 2019, "Fixup Initialization").
+
+With L residual branches of m = 2 convolutions each: the last convolution of a branch and the classifier start at zero,
+the first convolution of a branch is He-initialised and multiplied by L^(−1/(2m−2)) = L^(−1/2), a scalar bias stands
+before every convolution, activation and linear layer, and a scalar multiplier ends every branch.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Bias(nn.Module):
+    """Adds one learned number, zero at first; the parameter has shape ``(1,)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` + bias."""
+        return x + self.bias
+
+
+class Scale(nn.Module):
+    """Multiplies by one learned number, one at first; the parameter has shape ``(1,)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` · scale."""
+        return x * self.scale
+
+
+class FixupBlock(nn.Module):
+    """ReLU(shortcut(x) + scale · conv2(ReLU(conv1(x)))) with a scalar bias before and after each convolution.
+
+    Args:
+        inputs: Channels of the input.
+        outputs: Channels of the output.
+        stride: Of the first convolution and the shortcut.
+        projection: Where the shape changes, the shortcut is a 1×1 convolution without bias; otherwise it takes every
+            ``stride``-th pixel and appends channels of zeros, and has no parameters.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int, projection: bool) -> None:
+        super().__init__()
+        self.stride = stride
+        self.bias1a = Bias()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.bias1b = Bias()
+        self.bias2a = Bias()
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.scale = Scale()
+        self.bias2b = Bias()
+        self.projection: nn.Conv2d | None = None
+        if projection and (stride != 1 or inputs != outputs):
+            self.projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+
+    def shortcut(self, x: Tensor, biased: Tensor) -> Tensor:
+        """``x`` in the shape of the branch's output; a projection reads the biased input, as a convolution does."""
+        if self.projection is not None:
+            projected: Tensor = self.projection(biased)
+            return projected
+        # The number of appended channels follows the convolution, so that it stays right when channels are removed.
+        extra = self.conv2.out_channels - x.shape[1]
+        x = F.avg_pool2d(x, 1, self.stride) if self.stride != 1 else x
+        return F.pad(x, (0, 0, 0, 0, 0, extra)) if extra else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, inputs, h, w)`` to ``(batch, outputs, h / stride, w / stride)``."""
+        biased = self.bias1a(x)
+        branch = F.relu(self.bias1b(self.conv1(biased)))
+        branch = self.bias2b(self.scale(self.conv2(self.bias2a(branch))))
+        return F.relu(branch + self.shortcut(x, biased))
+
+
+@torch.no_grad()
+def initialise(network: nn.Module, stem: nn.Conv2d, head: nn.Linear) -> None:
+    """Fixup initialisation of a network made of :class:`FixupBlock`, a stem and a head."""
+    blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
+    _he(stem)
+    for block in blocks:
+        _he(block.conv1)
+        block.conv1.weight.mul_(len(blocks) ** -0.5)
+        block.conv2.weight.zero_()
+        if block.projection is not None:
+            _he(block.projection)
+    head.weight.zero_()
+    if head.bias is not None:
+        head.bias.zero_()
+
+
+def _he(conv: nn.Conv2d) -> None:
+    nn.init.normal_(conv.weight, std=math.sqrt(2 / (conv.out_channels * math.prod(conv.kernel_size))))

@@ -1,0 +1,78 @@
+"""Networks by name: build one, and build the same one again from its plain arguments."""
+
+import inspect
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from shaver.naming import check_name
+from shaver.zoo.digits_cnn import DigitsCNN
+from shaver.zoo.fcn import FCN
+from shaver.zoo.lenet import LeNet
+from shaver.zoo.mixer import Mixer
+from shaver.zoo.network import Network
+from shaver.zoo.resnet18 import ResNet18
+from shaver.zoo.resnet18_fixup import ResNet18Fixup
+from shaver.zoo.vit import ViT
+from shaver.zoo.wrn16 import WRN16
+from shaver.zoo.wrn16_fixup import WRN16Fixup
+
+_NETWORKS: dict[str, type[Network]] = {
+    "fcn": FCN,
+    "lenet": LeNet,
+    "digits_cnn": DigitsCNN,
+    "mixer": Mixer,
+    "resnet18_fixup": ResNet18Fixup,
+    "resnet18": ResNet18,
+    "wrn16_fixup": WRN16Fixup,
+    "wrn16": WRN16,
+    "vit": ViT,
+}
+
+
+def names() -> list[str]:
+    """The networks that :func:`build` knows."""
+    return list(_NETWORKS)
+
+
+def build(name: str, *, seed: int | None = None, **arguments: Any) -> nn.Module:
+    """A network by name, with the options of its class.
+
+    Example:
+        >>> model = build("lenet", seed=0, image_size=32, channels=3)
+        >>> arguments_of(model)
+        {'name': 'lenet', 'image_size': 32, 'channels': 3, 'classes': 10}
+        >>> twin = build(**arguments_of(model), seed=0)  # the same architecture and, by the seed, the same weights
+
+    Args:
+        name: One of :func:`names`.
+        seed: Makes the initial weights a function of this number and leaves the global random state as it was.
+            Without it the weights are drawn from the global random state, as for any module.
+        arguments: Options of the network's constructor.
+
+    Raises:
+        ValueError: An unknown name or option (with the nearest match), or an option with an impossible value.
+    """
+    network = _NETWORKS[check_name("network", name, _NETWORKS)]
+    options = [option for option in inspect.signature(network.__init__).parameters if option != "self"]
+    for option in arguments:
+        check_name(f"option of {name!r}", option, options)
+    if seed is None:
+        return network(**arguments)
+    # Modules are made on the CPU, so only its random state has to be kept.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return network(**arguments)
+
+
+def arguments_of(model: nn.Module) -> dict[str, Any]:
+    """The plain dict from which ``build(**arguments)`` makes the same architecture.
+
+    Raises:
+        TypeError: The model is not from the zoo.
+    """
+    if not isinstance(model, Network):
+        raise TypeError(f"{type(model).__name__} is not a network of shaver.zoo ({', '.join(_NETWORKS)}).")
+    return deepcopy(model.arguments)

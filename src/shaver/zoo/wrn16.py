@@ -1,0 +1,78 @@
+"""Wide ResNet with BatchNorm (Zagoruyko and Komodakis, 2016)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shaver.zoo.network import Network, check_images, check_positive
+from shaver.zoo.resnet18 import initialise_convolutions
+
+
+class WideBlock(nn.Module):
+    """Pre-activation: shortcut + conv2(ReLU(BN(conv1(ReLU(BN(x)))))).
+
+    Where the shape changes, the shortcut is a 1×1 convolution of the activated input.
+
+    Args:
+        inputs: Channels of the input.
+        outputs: Channels of the output.
+        stride: Of the first convolution and the shortcut.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.projection: nn.Conv2d | None = None
+        if stride != 1 or inputs != outputs:
+            self.projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, inputs, h, w)`` to ``(batch, outputs, h / stride, w / stride)``."""
+        active = F.relu(self.norm1(x))
+        branch: Tensor = self.conv2(F.relu(self.norm2(self.conv1(active))))
+        return branch + (x if self.projection is None else self.projection(active))
+
+
+class WRN16(Network):
+    """A 3×3 stem of 16 channels and three wide stages: WRN-16-4 has 2,748,890 parameters for ten classes.
+
+    Args:
+        depth: Layers, 6n + 4 with n blocks a stage.
+        widen: The stages have 16, 32 and 64 times as many channels.
+        channels: Colour channels of the input.
+        classes: Outputs.
+    """
+
+    def __init__(self, depth: int = 16, widen: int = 4, channels: int = 3, classes: int = 10) -> None:
+        check_positive(depth=depth, widen=widen, channels=channels, classes=classes)
+        count = blocks_per_stage(depth)
+        super().__init__("wrn16", depth=depth, widen=widen, channels=channels, classes=classes)
+        self.stem = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
+        blocks: list[nn.Module] = []
+        inputs = 16
+        for stage in range(3):
+            outputs = 16 * widen * 2**stage
+            for index in range(count):
+                blocks.append(WideBlock(inputs, outputs, 2 if stage > 0 and index == 0 else 1))
+                inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.BatchNorm2d(inputs)
+        self.head = nn.Linear(inputs, classes)
+        initialise_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(batch, classes)`` of images ``(batch, channels, h, w)``, usually 32×32."""
+        check_images(x, self.stem.in_channels)
+        x = F.relu(self.norm(self.blocks(self.stem(x))))
+        logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
+
+
+def blocks_per_stage(depth: int) -> int:
+    """n for a wide residual network of 6n + 4 layers."""
+    count, rest = divmod(depth - 4, 6)
+    if rest or count < 1:
+        raise ValueError(f"a wide residual network has 6n + 4 layers (10, 16, 22, 28, …), not depth={depth}.")
+    return count
