@@ -1,0 +1,81 @@
+"""The diagonal, exactly: every rule, source and composite network against the dense reference in float64."""
+
+import pytest
+import torch
+from cases import BY_NAME, CASES, Case
+from reference import assert_same
+
+from shaver import curvature
+
+
+def compute(case: Case, model: torch.nn.Module, batches: list, **options: object) -> curvature.Curvature:
+    return curvature.estimate(model, batches, case.likelihood, **case.reading, **options)
+
+
+@pytest.mark.parametrize("source", ["ggn", "ef"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_diagonal_is_exact(case: Case, source: str):
+    model, batches = case.model(), case.batches()
+    problem = case.problem(model, batches)
+    result = compute(case, model, batches, structure="diag", source=source)
+    expected = problem.diagonal(source)
+    assert list(result.blocks) == list(expected)
+    for name, values in result.diagonal().items():
+        assert_same(values, expected[name], name)
+    assert result.log_likelihood == pytest.approx(problem.log_likelihood(), rel=1e-10)
+    assert result.data_size == 5
+    assert (result.structure, result.source) == ("diag", source)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_coverage_names_the_rule_of_every_parameter(case: Case):
+    model = case.model()
+    result = compute(case, model, case.batches(), source="ef")
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert list(result.rules) == trainable
+    assert {name for name, rule in result.rules.items() if "generic" in rule} == case.generic
+    table = result.coverage().splitlines()
+    assert [line.split()[0] for line in table[1:]] == trainable
+
+
+@pytest.mark.parametrize("name", ["unused", "embedding-padding"])
+def test_what_the_data_do_not_touch_has_zero_curvature(name: str):
+    case = BY_NAME[name]
+    diagonal = compute(case, case.model(), case.batches()).diagonal()
+    if name == "unused":
+        for parameter in ("spare.weight", "spare.bias", "discarded.weight", "extra"):
+            assert not diagonal[parameter].any()
+    else:
+        assert not diagonal["0.weight"][0].any()
+        assert diagonal["0.weight"].any()
+
+
+@pytest.mark.parametrize("name", ["lenet", "transformer-block", "attention-batch-second", "sequence-first-square"])
+@pytest.mark.parametrize("source", ["ggn", "ef"])
+def test_how_the_data_are_batched_does_not_matter(name: str, source: str):
+    case = BY_NAME[name]
+    model, (x, y) = case.model(), case.batches((7,))[0]
+    whole = compute(case, model, [(x, y)], source=source)
+    parts = compute(case, model, iter([(x[:3], y[:3]), (x[3:4], y[3:4]), (x[4:], y[4:])]), source=source)
+    for parameter, values in whole.diagonal().items():
+        assert_same(parts.diagonal()[parameter], values, parameter)
+    assert parts.log_likelihood == pytest.approx(whole.log_likelihood, rel=1e-12)
+    assert parts.data_size == whole.data_size == 7
+
+
+@pytest.mark.parametrize("name", ["attention-batch-first", "conv-transpose", "lenet"])
+def test_a_small_memory_budget_changes_nothing_but_the_chunks(name: str):
+    case = BY_NAME[name]
+    model, batches = case.model(), case.batches((6,))
+    free = compute(case, model, batches, source="ggn")
+    tight = compute(case, model, batches, source="ggn", memory_budget=100_000)
+    for parameter, values in free.diagonal().items():
+        assert_same(tight.diagonal()[parameter], values, parameter)
+
+
+def test_training_mode_and_evaluation_mode_give_the_same_numbers():
+    case = BY_NAME["batchnorm-block"]
+    trained, evaluated = case.model().train(), case.model().eval()
+    one, two = (compute(case, model, case.batches()).diagonal() for model in (trained, evaluated))
+    for name in one:
+        assert torch.equal(one[name], two[name])
