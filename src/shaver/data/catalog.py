@@ -1,0 +1,239 @@
+"""The data sets by name, split, normalised by their training part, and ready to batch."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shaver.data import sources
+from shaver.data.augmentation import FlipCrop
+from shaver.data.extras import require
+from shaver.data.locate import Source
+from shaver.data.memory import InMemory
+from shaver.data.sources import Arrays
+from shaver.naming import check_name
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set in its parts.
+
+    Attributes:
+        name: What it was loaded as.
+        train: The training part, with augmentation if it was asked for.
+        valid: The validation part, taken out of the official training part; ``None`` without ``valid_fraction``.
+        test: The test part.
+        classes: How many classes there are.
+        input_shape: The shape of one input.
+    """
+
+    name: str
+    train: InMemory
+    valid: InMemory | None
+    test: InMemory
+    classes: int
+    input_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Raw texts and their labels. Real sets are sorted by label: shuffle before training."""
+
+    texts: list[str]
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class TextSplits:
+    """A data set of texts in its parts; the attributes are as in :class:`Splits`."""
+
+    name: str
+    train: Texts
+    valid: Texts | None
+    test: Texts
+    classes: int
+
+
+@dataclass(frozen=True)
+class _Images:
+    """What :func:`load` needs to know about a data set of tensors."""
+
+    classes: int
+    shape: tuple[int, ...]
+    read: Callable[[str | os.PathLike[str] | None, bool, int], Arrays]
+    augment: FlipCrop | None
+
+
+def names() -> tuple[str, ...]:
+    """The names that :func:`load` knows."""
+    return (*_IMAGES, "imdb")
+
+
+@overload
+def load(  # type: ignore[overload-overlap]
+    name: Literal["imdb"],
+    *,
+    root: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    valid_fraction: float = 0.0,
+    augment: bool = False,
+    download: bool = True,
+) -> TextSplits: ...
+@overload
+def load(
+    name: str,
+    *,
+    root: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    valid_fraction: float = 0.0,
+    augment: bool = False,
+    download: bool = True,
+) -> Splits: ...
+def load(
+    name: str,
+    *,
+    root: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    valid_fraction: float = 0.0,
+    augment: bool = False,
+    download: bool = True,
+) -> Splits | TextSplits:
+    """Load a data set by its name.
+
+    Example:
+        >>> mnist = load("mnist", valid_fraction=0.1)
+        >>> for x, y in mnist.train.batches(128, shuffle=True, seed=0): ...
+
+    ``"cancer"`` and ``"digits"`` come with scikit-learn. The others are looked for in ``root``; or without it in the
+    folder that the environment variable ``SHAVER_DATA`` names, then in the user's cache folder; and if they are in
+    neither they are downloaded into ``root`` or the cache.
+
+    Args:
+        name: One of :func:`names`.
+        root: The folder that holds the data sets, and where a missing one is downloaded to.
+        seed: Decides the validation part, and for ``"cancer"`` and ``"digits"`` the 80/20 split.
+        valid_fraction: This part of the training data becomes the validation part.
+        augment: Let training batches be shifted and, where that keeps the meaning, mirrored at random: by up to 4
+            pixels and mirrored for CIFAR and FashionMNIST, by 2 pixels for MNIST and 1 for digits.
+        download: Whether a missing data set may be downloaded.
+
+    Returns:
+        :class:`Splits`; for ``"imdb"``, which is text, :class:`TextSplits`.
+
+    Raises:
+        ValueError: Unknown name, impossible fraction, or a damaged file.
+        FileNotFoundError: The data set is nowhere and could not be downloaded.
+        ImportError: A package of the extra ``data`` is missing.
+    """
+    check_name("data set", name, names())
+    if not 0 <= valid_fraction < 1:
+        raise ValueError(f"valid_fraction must be at least 0 and below 1, not {valid_fraction!r}.")
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, not {seed}.")
+    kind = _IMAGES.get(name)
+    if augment and (kind is None or kind.augment is None):
+        able = ", ".join(repr(other) for other, entry in _IMAGES.items() if entry.augment is not None)
+        raise ValueError(f"{name!r} has no images to augment; augment=True works for {able}.")
+    if kind is None:
+        return _load_texts(name, root, seed, valid_fraction, download)
+    raw = kind.read(root, download, seed)
+    train_inputs, train_targets, test_inputs, test_targets = (torch.from_numpy(array) for array in raw)
+    for part, inputs in (("train", train_inputs), ("test", test_inputs)):
+        if tuple(inputs.shape[1:]) != kind.shape:
+            raise ValueError(
+                f"{name!r} has inputs of shape {kind.shape}, but the {part} file holds {tuple(inputs.shape[1:])}."
+            )
+    kept, held_out = _hold_out(len(train_inputs), valid_fraction, seed)
+    valid = None if held_out is None else (train_inputs[held_out], train_targets[held_out])
+    if kept is not None:
+        train_inputs, train_targets = train_inputs[kept], train_targets[kept]
+    mean, std = _moments(train_inputs)
+    make = partial(InMemory, mean=mean, std=std, classes=kind.classes)
+    return Splits(
+        name=name,
+        train=make(train_inputs, train_targets, augment=kind.augment if augment else None),
+        valid=None if valid is None else make(*valid),
+        test=make(test_inputs, test_targets),
+        classes=kind.classes,
+        input_shape=kind.shape,
+    )
+
+
+def _load_texts(
+    name: str, root: str | os.PathLike[str] | None, seed: int, valid_fraction: float, download: bool
+) -> TextSplits:
+    (texts, labels), test = sources.IMDB.read(root, download)
+    kept, held_out = _hold_out(len(texts), valid_fraction, seed)
+
+    def part(index: Tensor | None) -> Texts:
+        where = range(len(texts)) if index is None else index.tolist()
+        return Texts([texts[i] for i in where], torch.tensor([labels[i] for i in where]))
+
+    valid = None if held_out is None else part(held_out)
+    return TextSplits(name, part(kept), valid, Texts(test[0], torch.tensor(test[1])), classes=2)
+
+
+def _hold_out(size: int, fraction: float, seed: int) -> tuple[Tensor | None, Tensor | None]:
+    """The indices to keep and to hold out, each in the stored order; both ``None`` for a fraction of 0."""
+    if fraction == 0:
+        return None, None
+    count = round(size * fraction)
+    if not 0 < count < size:
+        raise ValueError(f"valid_fraction={fraction} of {size} training samples leaves one of the two parts empty.")
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    return order[count:].sort().values, order[:count].sort().values
+
+
+def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation for each channel or feature, in float64; of pixels in units of 0…1.
+
+    Pixels are counted by value, which is exact and needs no copy of the images as floats. A constant gets 1.
+    """
+    if inputs.dtype == torch.uint8:
+        counts = torch.stack([torch.bincount(c.reshape(-1), minlength=256) for c in inputs.unbind(1)]).double()
+        weights, values = counts / counts.sum(1, keepdim=True), torch.arange(256, dtype=torch.float64) / 255
+        mean = weights @ values
+        std = (weights * (values - mean.unsqueeze(1)).square()).sum(1).sqrt()
+    else:
+        mean, std = inputs.double().mean(0), inputs.double().std(0, correction=0)
+    return mean, torch.where(std > 0, std, 1.0)
+
+
+def _read_cancer(root: str | os.PathLike[str] | None, download: bool, seed: int) -> Arrays:
+    features, labels = require("sklearn.datasets", "the breast cancer data").load_breast_cancer(return_X_y=True)
+    return _split(features.astype(np.float32), labels, seed)
+
+
+def _read_digits(root: str | os.PathLike[str] | None, download: bool, seed: int) -> Arrays:
+    pixels, labels = require("sklearn.datasets", "the digits data").load_digits(return_X_y=True)
+    return _split(pixels.astype(np.uint8).reshape(-1, 1, 8, 8), labels, seed)
+
+
+def _split(inputs: NDArray[np.generic], labels: NDArray[np.generic], seed: int) -> Arrays:
+    """80 % of the samples to train on and 20 % to test on, by a permutation drawn from the seed."""
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed)).numpy()
+    train, test = order[: round(0.8 * len(order))], order[round(0.8 * len(order)) :]
+    return inputs[train], labels[train], inputs[test], labels[test]
+
+
+def _from(source: Source[Arrays]) -> Callable[[str | os.PathLike[str] | None, bool, int], Arrays]:
+    return lambda root, download, seed: source.read(root, download)
+
+
+_IMAGES: dict[str, _Images] = {
+    "cancer": _Images(2, (30,), _read_cancer, None),
+    "digits": _Images(10, (1, 8, 8), _read_digits, FlipCrop(pad=1, flip=False)),
+    "mnist": _Images(10, (1, 28, 28), _from(sources.MNIST), FlipCrop(pad=2, flip=False)),
+    "fashion": _Images(10, (1, 28, 28), _from(sources.FASHION), FlipCrop(pad=4)),
+    "cifar10": _Images(10, (3, 32, 32), _from(sources.CIFAR10), FlipCrop(pad=4)),
+    "cifar100": _Images(100, (3, 32, 32), _from(sources.CIFAR100), FlipCrop(pad=4)),
+}

@@ -1,0 +1,168 @@
+"""CIFAR-10 and CIFAR-100: the official Python batches, and lossless WebP sheets.
+
+The official batches are pickles, which can run any code when loaded. :func:`read_batch` therefore runs none: the names
+a pickle asks for are answered with inert stand-ins that only record what the file says about its array.
+"""
+
+import io
+import pickle
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shaver.data.extras import require
+
+Bytes = NDArray[np.uint8]
+_SIDE, _CHANNELS = 32, 3
+_PIXELS = _CHANNELS * _SIDE * _SIDE
+
+
+class _Recorded:
+    """What stands in for a numpy array or dtype while a batch is read: it keeps its arguments and state, no more."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+        self.state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def _encode(text: object, encoding: object) -> bytes:
+    """Python 3 writes bytes in old protocols as ``_codecs.encode(text, "latin1")``."""
+    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
+        raise pickle.UnpicklingError(f"_codecs.encode with {encoding!r} is not allowed")
+    return text.encode("latin1")
+
+
+_STAND_INS: dict[tuple[str, str], Callable[..., object]] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Recorded,
+    ("numpy._core.multiarray", "_reconstruct"): _Recorded,
+    ("numpy", "ndarray"): _Recorded,
+    ("numpy", "dtype"): _Recorded,
+}
+
+
+class _BatchReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_codecs", "encode"):
+            return lambda *arguments: _encode(
+                *arguments
+            )  # a new one each time: a pickle can set a function's attributes
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a CIFAR batch has no need of") from None
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise pickle.UnpicklingError("it asks for an outside object")
+
+
+def read_batch(content: bytes, source: str, labels: str) -> tuple[Bytes, Bytes]:
+    """The images ``(n, 3, 32, 32)`` and labels of one official batch, without running what the pickle asks for.
+
+    Args:
+        content: The bytes of the file.
+        source: What to call it in an error.
+        labels: The key of the labels: ``"labels"``, or ``"fine_labels"`` for CIFAR-100.
+
+    Raises:
+        ValueError: It is damaged, asks for anything but a byte array, or is no CIFAR batch.
+    """
+    try:
+        batch = _BatchReader(io.BytesIO(content), encoding="bytes").load()
+        if not isinstance(batch, dict):
+            raise ValueError(f"it holds a {type(batch).__name__} instead of a dict")
+        entries = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
+        images = _array(entries["data"])
+        numbers = entries[labels]
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 256 for n in numbers):
+            raise ValueError(f"its {labels!r} are not a list of small integers")
+        if len(numbers) != len(images):
+            raise ValueError(f"it has {len(images)} images but {len(numbers)} labels")
+    except KeyError as error:
+        raise ValueError(f"{source} is not a CIFAR batch: it has no entry {error}.") from error
+    except Exception as error:  # a damaged pickle can fail in any way at all
+        raise ValueError(f"{source} is damaged or not a CIFAR batch ({error}); delete it and get it again.") from error
+    return images, np.asarray(numbers, np.uint8)
+
+
+def _array(recorded: object) -> Bytes:
+    """A recorded array of images as a real one: ``state`` is (version, shape, dtype, column-major?, bytes)."""
+    state = recorded.state if isinstance(recorded, _Recorded) else None
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise ValueError("its 'data' is not a numpy array")
+    _, shape, dtype, column_major, content = state
+    kind = dtype.arguments[0] if isinstance(dtype, _Recorded) and dtype.arguments else None
+    if kind not in (b"u1", "u1") or not isinstance(content, bytes) or column_major:
+        raise ValueError("its 'data' are not plain unsigned bytes in row order")
+    if not isinstance(shape, tuple) or len(shape) != 2 or shape[1] != _PIXELS or len(content) != shape[0] * _PIXELS:
+        raise ValueError(f"its 'data' have shape {shape} and {len(content)} bytes instead of (images, {_PIXELS})")
+    return np.frombuffer(bytearray(content), np.uint8).reshape(-1, _CHANNELS, _SIDE, _SIDE)
+
+
+def read_batches(paths: Sequence[Path], labels: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """Official batch files, the test batch last, as train images, train labels, test images, test labels."""
+    return _join([read_batch(path.read_bytes(), str(path), labels) for path in paths])
+
+
+def read_archive(path: Path, members: Sequence[str], labels: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """The same from the official ``.tar.gz``; nothing is unpacked to the disk."""
+    contents: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:*") as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.name in members else None
+                if file is not None:
+                    contents[member.name] = file.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or damaged ({error}); delete it and get it again.") from error
+    missing = [name for name in members if name not in contents]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it is truncated or another archive.")
+    return _join([read_batch(contents[name], f"{path}:{name}", labels) for name in members])
+
+
+def read_sheets(paths: Sequence[Path]) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """WebP sheets of 32×32 tiles, the test sheet before last, and ``labels.npz`` last."""
+    *sheets, numbers = paths
+    images = [_read_sheet(path) for path in sheets]
+    try:
+        with np.load(numbers, allow_pickle=False) as archive:
+            train_labels, test_labels = archive["train_labels"], archive["test_labels"]
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{numbers} is damaged or has no train_labels and test_labels ({error}).") from error
+    train_images, test_images = np.concatenate(images[:-1]), images[-1]
+    for split, labels, tiles in (("train", train_labels, train_images), ("test", test_labels, test_images)):
+        if labels.dtype != np.uint8 or labels.shape != (len(tiles),):
+            raise ValueError(
+                f"{numbers} has {split}_labels of type {labels.dtype} and shape {labels.shape}, but the sheets hold "
+                f"{len(tiles)} {split} images, which need as many bytes."
+            )
+    return train_images, train_labels, test_images, test_labels
+
+
+def _read_sheet(path: Path) -> Bytes:
+    image = require("PIL.Image", f"reading {path.name}")
+    try:
+        with image.open(path, formats=["WEBP"]) as opened:
+            sheet = np.asarray(opened.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is truncated, damaged or not a WebP image ({error}).") from error
+    height, width, _ = sheet.shape
+    if height % _SIDE or width % _SIDE:
+        raise ValueError(f"{path} is {width}×{height} pixels, which is no sheet of {_SIDE}×{_SIDE} tiles.")
+    tiles = sheet.reshape(height // _SIDE, _SIDE, width // _SIDE, _SIDE, _CHANNELS)
+    return np.ascontiguousarray(tiles.transpose(0, 2, 4, 1, 3)).reshape(-1, _CHANNELS, _SIDE, _SIDE)
+
+
+def _join(batches: Iterable[tuple[Bytes, Bytes]]) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    *train, (test_images, test_labels) = batches
+    images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
+    return images, labels, test_images, test_labels

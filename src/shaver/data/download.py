@@ -1,0 +1,182 @@
+"""Downloads from the official mirrors: resumed where they stopped, checked, and only then given their name.
+
+A file grows as ``NAME.part`` beside its final place. A connection that breaks leaves the part, and the next attempt
+(in this call or another one) asks for the rest. :mod:`pooch` compares the whole with the known checksum and renames
+it; a file that does not match is deleted.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from shaver.data.extras import require
+
+if TYPE_CHECKING:
+    from requests import Response
+
+#: Where each data set's files are, most reliable first; a URL is the base plus the file's name.
+MIRRORS: dict[str, tuple[str, ...]] = {
+    "mnist": (
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    "fashion": (
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    ),
+    "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
+    "cifar100": ("https://www.cs.toronto.edu/~kriz/",),
+    "imdb": ("https://ai.stanford.edu/~amaas/data/sentiment/",),
+}
+
+#: Connections for one file from one mirror; another one is tried only after the last brought something.
+ATTEMPTS = 5
+#: Seconds to wait for a connection, and for the next bytes.
+TIMEOUT = (10.0, 60.0)
+_CHUNK = 1 << 17
+
+
+class DownloadError(OSError):
+    """No mirror gave the file; the message says for each one why."""
+
+
+def fetch(dataset: str, filename: str, md5: str, folder: Path) -> Path:
+    """Download one file of a data set into ``folder``, unless it is there already, and return its path.
+
+    Several processes may ask for the same file at once: one downloads, the others wait for it.
+
+    Raises:
+        DownloadError: Every mirror failed or gave a file with another checksum.
+        OSError: The folder cannot be written.
+    """
+    pooch = require("pooch", "downloading data")
+    errors = require("requests.exceptions", "downloading data")
+    broken = require("urllib3.exceptions", "downloading data")
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{filename}.part"
+    reasons = []
+    with FileLock(folder / f".{filename}.lock"), _quiet(pooch.get_logger()):
+        for base in MIRRORS[dataset]:
+            while True:
+                resumed = part.exists()
+                try:
+                    return Path(
+                        pooch.retrieve(
+                            base + filename,
+                            known_hash=f"md5:{md5}",
+                            fname=filename,
+                            path=folder,
+                            downloader=_Resumable(part),
+                        )
+                    )
+                except (errors.RequestException, broken.HTTPError) as error:
+                    reasons.append(f"{base + filename}: {_reason(error)}")
+                except ValueError:  # pooch: another checksum. The part is gone, and the file was not kept.
+                    if resumed:
+                        continue  # perhaps the old part was to blame: once more, from the start
+                    reasons.append(f"{base + filename}: its MD5 is not {md5}; it was deleted")
+                break
+    raise DownloadError(f"{filename} could not be downloaded:\n  " + "\n  ".join(reasons))
+
+
+class _Resumable:
+    """A pooch downloader that continues ``part`` and hands it over when it is complete."""
+
+    def __init__(self, part: Path) -> None:
+        self.part = part
+
+    def __call__(self, url: str, output_file: str, pooch: object = None, check_only: bool = False) -> None:
+        errors = require("requests.exceptions", "downloading data")
+        broken = require("urllib3.exceptions", "downloading data")
+        with _progress() as progress:
+            task = progress.add_task(url.rpartition("/")[2], total=None)
+            for attempt in range(1, ATTEMPTS + 1):
+                before = self._size()
+                try:
+                    self._continue(url, progress, task)
+                    break
+                except (errors.ConnectionError, errors.Timeout, broken.HTTPError):
+                    if self._size() <= before or attempt == ATTEMPTS:
+                        raise
+        os.replace(self.part, output_file)
+
+    def _size(self) -> int:
+        return self.part.stat().st_size if self.part.exists() else 0
+
+    def _continue(self, url: str, progress: Progress, task: Any) -> None:
+        """Fetch what is missing of the part; raise when the connection ends before the file does."""
+        requests = require("requests", "downloading data")
+        # "identity": the bytes of a .gz file as they are, so that ranges and sizes are those of the file.
+        headers = {"Accept-Encoding": "identity"}
+        start = self._size()
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
+            if start and response.status_code == requests.codes.requested_range_not_satisfiable:
+                if response.headers.get("Content-Range") == f"bytes */{start}":
+                    return  # the part was complete already
+                self.part.unlink()  # it is longer than the file, so it is not of this file
+                return self._continue(url, progress, task)
+            response.raise_for_status()
+            if not _continues(response, start):
+                start = 0  # the server ignores ranges and sends everything
+            length = response.headers.get("Content-Length")
+            total = start + int(length) if length is not None else None
+            progress.update(task, total=total, completed=start)
+            with open(self.part, "ab") as file:
+                file.truncate(start)
+                for block in _blocks(response):
+                    file.write(block)
+                    progress.advance(task, len(block))
+            if total is not None and self._size() < total:
+                raise requests.exceptions.ConnectionError(f"the connection broke at {self._size()} of {total} bytes")
+
+
+def _continues(response: "Response", start: int) -> bool:
+    return response.status_code == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+
+
+def _blocks(response: "Response") -> Iterator[bytes]:
+    raw: BinaryIO = response.raw
+    while block := raw.read(_CHUNK):  # not iter_content, which would unzip what some servers label as zipped
+        yield block
+
+
+def _progress() -> Progress:
+    """A bar on the terminal, and nothing at all elsewhere."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Silence pooch's own messages, which the progress bar replaces."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause, which says "Connection refused" where the outer ones quote a connection pool."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return str(error) or type(error).__name__

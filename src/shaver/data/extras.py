@@ -1,0 +1,13 @@
+"""Packages that only some data sets need: imported when they are, and named when they are missing."""
+
+import importlib
+from typing import Any
+
+
+def require(module: str, purpose: str) -> Any:
+    """Import ``module``, or say what it is for and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = {"PIL.Image": "pillow", "sklearn.datasets": "scikit-learn"}.get(module, module.partition(".")[0])
+        raise ImportError(f"{purpose} needs {package}; install it with: pip install 'shaver[data]'") from error

@@ -1,0 +1,131 @@
+"""Where data files are: an explicit folder, the folder in ``SHAVER_DATA``, the user's cache, or a mirror."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from shaver.data import download as downloads
+from shaver.data.extras import require
+
+#: The environment variable that names the folder of data sets.
+VARIABLE = "SHAVER_DATA"
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True)
+class Layout(Generic[Content]):
+    """One way in which a data set lies on the disk.
+
+    Attributes:
+        folder: Its folder, relative to the data folder.
+        files: Names in it that must all exist; ``x.gz`` may also be ``x``.
+        read: From the paths of ``files`` to what they hold; refuses damaged files with a ``ValueError``.
+    """
+
+    folder: str
+    files: tuple[str, ...]
+    read: Callable[[Sequence[Path]], Content]
+
+    def find(self, root: Path) -> list[Path] | None:
+        """The paths of all files, or ``None`` when one is missing."""
+        paths = []
+        for name in self.files:
+            choices = [root / self.folder / name, root / self.folder / name.removesuffix(".gz")]
+            path = next((choice for choice in choices if choice.exists()), None)
+            if path is None:
+                return None
+            paths.append(path)
+        return paths
+
+
+@dataclass(frozen=True)
+class Source(Generic[Content]):
+    """A data set's layouts, best first, and the files that a download brings for the first layout that has them.
+
+    Attributes:
+        name: The data set's name, also in :data:`shaver.data.download.MIRRORS`.
+        layouts: Tried in this order in each folder.
+        folder: Where downloaded files go, relative to the data folder.
+        remote: File names and their official MD5.
+    """
+
+    name: str
+    layouts: tuple[Layout[Content], ...]
+    folder: str
+    remote: tuple[tuple[str, str], ...]
+
+    def read(self, root: str | os.PathLike[str] | None, download: bool) -> Content:
+        """Read the data set from the first folder that has it, after a download if none has.
+
+        Raises:
+            FileNotFoundError: It is nowhere; the message lists files, folders and what to do.
+            ValueError: Files are there but damaged.
+        """
+        folders = search_path(root)
+        found = self._read_from(folders)
+        if found is not None:
+            return found
+        failure: OSError | ImportError | None = None
+        if download:
+            target = _cache() if root is None else Path(root).expanduser()
+            try:
+                if target is None:
+                    require("pooch", "downloading data")
+                    raise AssertionError("unreachable: without a cache folder pooch is missing")
+                for filename, md5 in self.remote:
+                    downloads.fetch(self.name, filename, md5, target / self.folder)
+            except (OSError, ImportError) as error:
+                failure = error
+            else:
+                found = self._read_from([(target, "")])
+                if found is not None:
+                    return found
+        raise FileNotFoundError(self._not_found(folders, failure)) from failure
+
+    def _read_from(self, folders: Sequence[tuple[Path, str]]) -> Content | None:
+        for folder, _ in folders:
+            for layout in self.layouts:
+                paths = layout.find(folder)
+                if paths is not None:
+                    return layout.read(paths)
+        return None
+
+    def _not_found(self, folders: Sequence[tuple[Path, str]], failure: BaseException | None) -> str:
+        wanted = [
+            f"  {layout.folder + '/' if layout.folder else ''}{{{', '.join(layout.files)}}}" for layout in self.layouts
+        ]
+        looked = [
+            f"  {folder.absolute()} ({why}{'' if folder.is_dir() else '; no such folder'})" for folder, why in folders
+        ]
+        names = ", ".join(name for name, _ in self.remote)
+        return "\n".join(
+            [
+                f"the data set {self.name!r} was not found. Looked for any one of",
+                *wanted,
+                "in",
+                *(looked or ["  no folder: SHAVER_DATA is not set, and without pooch there is no cache folder"]),
+                f"{failure}" if failure is not None else "and did not download it, as download=False.",
+                f"What to do: put {names} (from {downloads.MIRRORS[self.name][0]}) into the subfolder {self.folder} of "
+                f"one of these folders; or set {VARIABLE} or pass root= to a folder that has them; or load it once "
+                "with a network connection.",
+            ]
+        )
+
+
+def search_path(root: str | os.PathLike[str] | None = None) -> list[tuple[Path, str]]:
+    """The folders to look in, each with the reason why: only ``root`` if given, else SHAVER_DATA and the cache."""
+    if root is not None:
+        return [(Path(root).expanduser(), "given as root")]
+    variable, cache = os.environ.get(VARIABLE), _cache()
+    folders = [(Path(variable).expanduser(), f"from {VARIABLE}")] if variable else []
+    return folders + ([(cache, "the user's cache")] if cache is not None else [])
+
+
+def _cache() -> Path | None:
+    try:
+        return Path(require("pooch", "the cache folder").os_cache("shaver"))
+    except ImportError:
+        return None
