@@ -1,0 +1,173 @@
+"""One parameter's H + δ in the basis where H is diagonal: log determinant, γ and effective number of parameters.
+
+A diagonal block is its own basis. For a Kronecker block A ⊗ G with A = Q_A Λ_A Q_Aᵀ and G = Q_G Λ_G Q_Gᵀ the
+eigenvalues are λ_G λ_Aᵀ as an (out, in) matrix. One δ for the whole parameter adds to them exactly. Any other
+diagonal δ is projected by the paper's Proposition 1 onto mat(δ̂) = (Q_Gᵀ)² mat(δ) Q_A², the diagonal in the
+eigenbasis nearest to diag(δ) in the Frobenius norm. No Kronecker product is ever formed.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
+
+
+class Basis(ABC):
+    """H/T of one parameter through its eigenvalues, where T is the temperature.
+
+    Attributes:
+        name: The parameter's name, for errors.
+        shape: The parameter's shape.
+    """
+
+    name: str
+    shape: torch.Size
+
+    @abstractmethod
+    def eigenvalues(self) -> Tensor:
+        """λ ≥ 0, one for each weight; not necessarily in the parameter's shape."""
+
+    @abstractmethod
+    def project(self, delta: Tensor) -> Tensor:
+        """δ̂, broadcastable to :meth:`eigenvalues`."""
+
+    @abstractmethod
+    def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
+        """γ_p = 1 − δ_p Σ_pp in the parameter's shape: how far the data, not the prior, determine weight p.
+
+        Δ log|H + δ| / Δ log δ_p = δ_p Σ_pp holds for the projected determinant too, so that the evidence's slope in
+        log δ_p is ½ (γ_p − δ_p θ_p²) for both structures.
+        """
+
+    def log_det(self, projected: Tensor) -> Tensor:
+        """log |H + δ| as a float64 scalar."""
+        return (self.eigenvalues() + projected).log_().sum(dtype=torch.float64)
+
+    def effective(self, projected: Tensor) -> Tensor:
+        """Σ_p γ_p = Σ_k λ_k / (λ_k + δ̂_k) as a float64 scalar, with no cancellation."""
+        eigenvalues = self.eigenvalues()
+        return (eigenvalues / (eigenvalues + projected)).sum(dtype=torch.float64)
+
+
+class DiagonalBasis(Basis):
+    """A diagonal block: λ_p = h_p, δ̂ = δ and γ_p = h_p / (h_p + δ_p)."""
+
+    def __init__(self, name: str, block: DiagonalBlock, temperature: float = 1.0) -> None:
+        self.name, self.shape = name, block.shape
+        values = at_least_float32(block.values.detach())
+        if values.numel():
+            low, high = torch.aminmax(values)
+            if not (bool(low >= 0) and bool(high.isfinite())):  # NaN fails both
+                raise FloatingPointError(
+                    f"the curvature of {name!r} is not a finite, non-negative number for every weight (from "
+                    f"{low.item():g} to {high.item():g}); training has diverged or the likelihood's Hessian is wrong."
+                )
+        self.values = values if temperature == 1 else values / temperature
+
+    def eigenvalues(self) -> Tensor:
+        """h itself."""
+        return self.values
+
+    def project(self, delta: Tensor) -> Tensor:
+        """δ itself."""
+        return delta
+
+    def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
+        """h / (h + δ)."""
+        return self.values / (self.values + delta)
+
+
+class KroneckerBasis(Basis):
+    """The eigenbasis of a Kronecker block; the decomposition is kept with the block until its factors change."""
+
+    def __init__(self, name: str, block: KroneckerBlock, temperature: float = 1.0) -> None:
+        self.name, self.shape, self.block = name, block.shape, block
+        (self.values_a, self.vectors_a), (self.values_g, self.vectors_g) = _decomposition(name, block)
+        self.temperature = temperature
+
+    def eigenvalues(self) -> Tensor:
+        """λ_G λ_Aᵀ, ``(groups, out, in)``."""
+        return (self.values_g / self.temperature).unsqueeze(-1) * self.values_a.unsqueeze(-2)
+
+    def project(self, delta: Tensor) -> Tensor:
+        """(Q_Gᵀ)² mat(δ) Q_A², with element-wise squares; one number for the whole parameter stays as it is."""
+        if delta.numel() == 1:
+            return delta.reshape(())
+        matrix = self.block.to_matrix(delta.to(self.values_a.dtype).expand(self.shape))
+        return self.vectors_g.square().transpose(-2, -1) @ matrix @ self.vectors_a.square()
+
+    def unproject(self, matrix: Tensor) -> Tensor:
+        """diag(Q diag(x) Qᵀ) for x in the eigenbasis: Q_G² mat(x) (Q_A²)ᵀ, in the parameter's shape."""
+        return self.block.from_matrix(self.vectors_g.square() @ matrix @ self.vectors_a.square().transpose(-2, -1))
+
+    def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
+        """1 − δ_p Σ_pp with Σ = Q (Λ + δ̂)⁻¹ Qᵀ; written without the subtraction where δ is one number."""
+        eigenvalues = self.eigenvalues()
+        if delta.numel() == 1:
+            return self.unproject(eigenvalues / (eigenvalues + projected))
+        return 1 - delta * self.unproject((eigenvalues + projected).reciprocal_())
+
+
+def make_basis(name: str, block: Block, temperature: float = 1.0) -> Basis:
+    """The basis for a block of either structure."""
+    if isinstance(block, KroneckerBlock):
+        return KroneckerBasis(name, block, temperature)
+    return DiagonalBasis(name, block, temperature)
+
+
+def make_bases(curvature: Curvature, temperature: float = 1.0) -> dict[str, Basis]:
+    """The basis of every parameter."""
+    if not temperature > 0:
+        raise ValueError(f"the temperature must be positive, not {temperature!r}; 1 counts the data once.")
+    return {name: make_basis(name, block, temperature) for name, block in curvature}
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half precision is for networks; precisions and curvatures span too many orders of magnitude for it."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+_Eigen = tuple[Tensor, Tensor]
+
+
+def _decomposition(name: str, block: KroneckerBlock) -> tuple[_Eigen, _Eigen]:
+    """Eigendecompositions of A and G, computed once for each state of the factors."""
+    version = (id(block.A), block.A._version, id(block.G), block.G._version)
+    cached: tuple[object, tuple[_Eigen, _Eigen]] | None = vars(block).get("_eigen")
+    if cached is None or cached[0] != version:
+        both = (eigen(block.A, f"factor A of {name!r}"), eigen(block.G, f"factor G of {name!r}"))
+        cached = (version, both)
+        vars(block)["_eigen"] = cached
+    return cached[1]
+
+
+def eigen(factor: Tensor, what: str) -> _Eigen:
+    """Eigenvalues ≥ 0 and eigenvectors of a batch of covariances, ``(…, n, n)``.
+
+    What fails in float32 is done again in float64 on the CPU. Eigenvalues that are negative by rounding become 0.
+
+    Raises:
+        FloatingPointError: The factor is not finite or really indefinite, with its name.
+    """
+    matrix = at_least_float32(factor.detach())
+    if not bool(matrix.isfinite().all()):
+        raise FloatingPointError(f"{what} holds NaN or infinity; training has diverged.")
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+        failed = not bool(values.isfinite().all() & vectors.isfinite().all())
+    except RuntimeError:  # torch.linalg.LinAlgError, and what vendor libraries raise instead
+        failed = True
+    if failed:
+        exact_values, exact_vectors = torch.linalg.eigh(matrix.double().cpu())
+        values, vectors = exact_values.to(matrix), exact_vectors.to(matrix)
+    lowest, largest = values.amin(-1), values.abs().amax(-1)
+    tolerance = 10 * max(factor.shape[-1], 10) * torch.finfo(matrix.dtype).eps
+    indefinite = lowest < -tolerance * largest
+    if bool(indefinite.any()):
+        raise FloatingPointError(
+            f"{what} is indefinite: its eigenvalues run from {lowest[indefinite][0].item():g} to "
+            f"{largest[indefinite][0].item():g}, and a covariance has none below zero."
+        )
+    return values.clamp_min_(0), vectors

@@ -1,0 +1,211 @@
+"""The Laplace posterior N(θ*, (H + δ)⁻¹) and the evidence it gives the prior.
+
+log p(D|δ) ≈ log p(D|θ*) − ½ θ*ᵀ δ θ* + ½ Σ log δ − ½ log |H + δ|
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shaver import io
+from shaver.curvature.blocks import Curvature
+from shaver.evidence.basis import Basis, at_least_float32, make_bases
+from shaver.priors import Prior, broadcasts
+
+#: A precision for every weight: one number, a number or tensor for each parameter, or a prior.
+Precision = float | Tensor | Mapping[str, float | Tensor] | Prior
+
+
+class Posterior:
+    """What the data and the prior together say about the weights: precision P = H/T + δ around θ.
+
+    Example:
+        >>> posterior = Posterior(curvature, prior, dict(model.named_parameters()))
+        >>> posterior.precision()["fc.weight"]           # P_pp, for pruning
+        >>> posterior.log_evidence, posterior.effective_parameters
+        >>> posterior.save("posterior.safetensors")
+
+    δ is the prior's at construction, whatever becomes of the prior. θ and H are not copied: quantities computed
+    after training has moved them belong to where they are then.
+
+    Args:
+        curvature: H of every trainable parameter, and the log likelihood.
+        prior: A prior, one precision, or a precision (number or broadcastable tensor) for each parameter.
+        theta: The weights by name, where H was estimated.
+        temperature: T; H and the log likelihood count 1/T times.
+    """
+
+    def __init__(
+        self, curvature: Curvature, prior: Precision, theta: Mapping[str, Tensor], temperature: float = 1.0
+    ) -> None:
+        self.curvature = curvature
+        self.temperature = float(temperature)
+        self.theta = {name: weights_of(theta, name, block.shape) for name, block in curvature}
+        self._prior: Prior | dict[str, Tensor]
+        if isinstance(prior, Prior):
+            _same_names(prior.names, curvature, "the prior")
+            self._prior = prior.snapshot()
+        else:
+            self._prior = _precisions(prior, curvature, self.theta)
+
+    def delta_of(self, name: str) -> Tensor:
+        """δ of one parameter, broadcastable to its shape."""
+        return self._prior.delta_of(name) if isinstance(self._prior, Prior) else self._prior[name]
+
+    def delta(self) -> dict[str, Tensor]:
+        """δ of every parameter, each broadcastable to the parameter's shape."""
+        return {name: self.delta_of(name) for name in self.theta}
+
+    def precision(self) -> dict[str, Tensor]:
+        """P_pp = H_pp/T + δ_p, exact for both structures, each shaped like its parameter."""
+        diagonal = self.curvature.diagonal()
+        return {name: diagonal[name] / self.temperature + self.delta_of(name) for name in self.theta}
+
+    def gamma(self) -> dict[str, Tensor]:
+        """γ_p = 1 − δ_p Σ_pp, near 1 where the data determine a weight and near 0 where the prior does."""
+        return {
+            name: basis.gamma(delta := self.delta_of(name), basis.project(delta))
+            for name, basis in self._bases().items()
+        }
+
+    @property
+    def log_det(self) -> float:
+        """log |H/T + δ|."""
+        return sum(float(b.log_det(b.project(self.delta_of(name)))) for name, b in self._bases().items())
+
+    @property
+    def effective_parameters(self) -> float:
+        """Σ γ_p: how many weights the data determine."""
+        return sum(float(b.effective(b.project(self.delta_of(name)))) for name, b in self._bases().items())
+
+    @property
+    def log_evidence(self) -> float:
+        """The Laplace approximation of log p(D|δ)."""
+        value = self.curvature.log_likelihood / self.temperature
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the log likelihood is {value}; training has diverged.")
+        for name, basis in self._bases().items():
+            delta = self.delta_of(name)
+            term = float(occam(basis, delta, basis.project(delta), self.theta[name]))
+            if not math.isfinite(term):
+                raise FloatingPointError(
+                    f"the evidence of {name!r} is {term}; its weights or precisions have diverged."
+                )
+            value += term
+        return value
+
+    def relevance(self) -> float:
+        """The share of weights with S_p = P_pp θ_p² > 1, those that the data pay for."""
+        relevant = sum(int((p * self.theta[name].square() > 1).sum()) for name, p in self.precision().items())
+        return relevant / sum(theta.numel() for theta in self.theta.values())
+
+    def state_dict(self) -> dict[str, object]:
+        """Curvature, δ, θ and temperature: tensors and plain values, no code."""
+        return {
+            "curvature": self.curvature.state_dict(),
+            "delta": self.delta(),
+            "theta": dict(self.theta),
+            "temperature": self.temperature,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, object]) -> "Posterior":
+        """Rebuild from :meth:`state_dict`."""
+        curvature, delta, theta, temperature = (state[k] for k in ("curvature", "delta", "theta", "temperature"))
+        assert isinstance(curvature, dict)
+        assert isinstance(delta, dict)
+        assert isinstance(theta, dict)
+        assert isinstance(temperature, float)
+        return cls(Curvature.from_state_dict(curvature), delta, theta, temperature)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file, atomically."""
+        io.save_state(path, self.state_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Posterior":
+        """Read what :meth:`save` wrote."""
+        state = io.load_state(path)
+        if not (isinstance(state, dict) and state.keys() >= {"curvature", "delta", "theta", "temperature"}):
+            raise ValueError(f"{path} holds no posterior; it was written by something else.")
+        return cls.from_state_dict(state)
+
+    def _bases(self) -> dict[str, Basis]:
+        return make_bases(self.curvature, self.temperature)
+
+
+def log_evidence(
+    model: nn.Module, curvature: Curvature, *, prior_precision: Precision, temperature: float = 1.0
+) -> float:
+    """The Laplace log evidence of a model under a prior.
+
+    Example:
+        >>> curvature = shaver.curvature.estimate(model, loader)
+        >>> shaver.log_evidence(model, curvature, prior_precision=1.0)
+
+    Args:
+        model: The network at the weights where ``curvature`` was estimated.
+        curvature: H and the data's log likelihood.
+        prior_precision: One δ, a dict of numbers or tensors by parameter name, or a prior.
+        temperature: The data count 1/T times.
+    """
+    return Posterior(curvature, prior_precision, dict(model.named_parameters()), temperature).log_evidence
+
+
+def occam(basis: Basis, delta: Tensor, projected: Tensor, theta: Tensor) -> Tensor:
+    """One parameter's share of the evidence, ½ [Σ log δ − θᵀδθ − log|H + δ|], as a float64 scalar."""
+    repeats = theta.numel() // max(delta.numel(), 1)
+    log_prior = delta.log().sum(dtype=torch.float64) * repeats
+    scatter = (delta * theta.square()).sum(dtype=torch.float64)
+    return 0.5 * (log_prior - scatter - basis.log_det(projected.expand_as(basis.eigenvalues())))
+
+
+def weights_of(theta: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    """The weights that belong to a block, detached."""
+    if name not in theta:
+        raise ValueError(f"the curvature has a block for {name!r}, but the weights have no such name: {_few(theta)}.")
+    weights = theta[name].detach()
+    if weights.shape != shape:
+        raise ValueError(
+            f"{name!r} has shape {tuple(weights.shape)}, but its curvature has {tuple(shape)}; estimate it again "
+            "after the model has changed."
+        )
+    return at_least_float32(weights)
+
+
+def _same_names(names: list[str], curvature: Curvature, what: str) -> None:
+    missing = [name for name in curvature.blocks if name not in names]
+    extra = [name for name in names if name not in curvature.blocks]
+    if missing or extra:
+        sides = ([f"misses {_few(missing)}"] if missing else []) + (
+            [f"has no curvature for {_few(extra)}"] if extra else []
+        )
+        raise ValueError(f"{what} and the curvature are about different parameters: it {' and '.join(sides)}.")
+
+
+def _precisions(
+    prior: float | Tensor | Mapping[str, float | Tensor], curvature: Curvature, theta: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Numbers and tensors of a user, as one positive tensor for each parameter."""
+    given = prior if isinstance(prior, Mapping) else dict.fromkeys(curvature.blocks, prior)
+    _same_names(list(given), curvature, "the prior precision")
+    result = {}
+    for name, block in curvature:
+        delta = torch.as_tensor(given[name], dtype=theta[name].dtype, device=theta[name].device).detach()
+        if not broadcasts(delta.shape, block.shape):
+            raise ValueError(
+                f"the precision of {name!r} has shape {tuple(delta.shape)}, which does not broadcast to the "
+                f"parameter's {tuple(block.shape)}."
+            )
+        if not bool(((delta > 0) & delta.isfinite()).all()):
+            raise FloatingPointError(f"the precision of {name!r} is not positive and finite everywhere: {delta!r}.")
+        result[name] = delta
+    return result
+
+
+def _few(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(map(repr, listed[:3])) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -1,0 +1,318 @@
+"""The prior θ_p ~ N(0, 1/δ_p): how few or many numbers stand behind the precision δ of every weight.
+
+==============  =============================================================================================
+``"scalar"``    one δ for the network: weight decay
+``"layer"``     one δ for each parameter tensor
+``"unit"``      δ = b_o · a_i for a weight from input unit i to output unit o; a channel is a unit
+``"parameter"`` one δ for each weight: automatic relevance determination
+a function      a user's own grouping, see :func:`make_prior`
+==============  =============================================================================================
+
+What ``"unit"`` means by tensor: dimensions 0 and 1 are the two kinds of units of a weight (linear, convolution of
+any dimension, transposed or not), with every kernel position sharing its pair's δ; the rows and columns of an
+embedding; tokens and features of a ``(1, tokens, features)`` table. A vector (bias, norm scale or shift) has its
+own δ for each entry, a scalar its own. In a grouped convolution, inputs with the same place in their groups share.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shaver.naming import check_name
+
+#: log δ is kept between these: a weight the data know nothing about would have δ = 0, an irrelevant one δ = ∞.
+LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
+
+#: A user's own grouping: ids of groups within the tensor, or one key for the whole tensor.
+Grouping = Callable[[str, Tensor], "Tensor | Hashable"]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """One number for each index along the kept dimensions of a tensor, shared along the others."""
+
+    shape: torch.Size
+    keep: tuple[int, ...]
+
+    @property
+    def size(self) -> torch.Size:
+        """Shape of the numbers."""
+        return torch.Size(self.shape[d] for d in self.keep)
+
+    @property
+    def uniform(self) -> bool:
+        """One number for the whole tensor."""
+        return not self.keep
+
+    def expand(self, values: Tensor) -> Tensor:
+        """The numbers, broadcastable to the tensor; no copy."""
+        if self.uniform:
+            return values
+        return values.reshape([n if d in self.keep else 1 for d, n in enumerate(self.shape)])
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Sums over what shares one number, for a tensor broadcastable to the parameter's shape."""
+        summed = [d for d in range(len(self.shape)) if d not in self.keep]
+        full = tensor.expand(self.shape)
+        return full.sum(summed) if summed else full
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """One number for each group id of a user's own grouping of a tensor's weights."""
+
+    shape: torch.Size
+    ids: Tensor
+    count: int
+
+    @property
+    def size(self) -> torch.Size:
+        """Shape of the numbers."""
+        return torch.Size([self.count])
+
+    @property
+    def uniform(self) -> bool:
+        """One number for the whole tensor."""
+        return False
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Each weight's number, broadcastable to the tensor."""
+        return values[self.ids]
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Sums over each group."""
+        full = tensor.expand(self.shape)
+        return full.new_zeros(self.count).index_add_(0, self.ids.expand(self.shape).reshape(-1), full.reshape(-1))
+
+
+Layout = Axes | Index
+
+
+@dataclass(eq=False)
+class Factor:
+    """Positive numbers that multiply into δ, and where.
+
+    Attributes:
+        key: Its name in a state dict.
+        layouts: Parameter name → how the numbers spread over that parameter.
+        values: The numbers; replaced by an update, never written in place, so that a snapshot keeps its own.
+    """
+
+    key: str
+    layouts: dict[str, Layout]
+    values: Tensor
+
+
+class Prior:
+    """δ for every trainable parameter, as products of :class:`Factor` values. Build one with :func:`make_prior`.
+
+    Attributes:
+        kind: ``"scalar"``, ``"layer"``, ``"unit"``, ``"parameter"``, or the name of a user's function.
+        factors: The numbers behind δ.
+        bounds: Lowest and highest log δ.
+        parts: The factors in sets that meet in no common parameter, so that the evidence is a sum over the sets.
+    """
+
+    def __init__(self, kind: str, factors: Iterable[Factor], bounds: tuple[float, float]) -> None:
+        self.kind = kind
+        self.factors = list(factors)
+        self.bounds = bounds
+        self.parts = _independent(self.factors)
+        self._of: dict[str, list[Factor]] = {}
+        for factor in self.factors:
+            for name in factor.layouts:
+                self._of.setdefault(name, []).append(factor)
+
+    def __repr__(self) -> str:
+        return (
+            f"Prior({self.kind!r}, {sum(f.values.numel() for f in self.factors)} numbers, {len(self._of)} parameters)"
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters covered."""
+        return list(self._of)
+
+    def delta_of(self, name: str) -> Tensor:
+        """δ of one parameter, broadcastable to its shape. May be the prior's own tensor: do not write to it."""
+        first, *rest = (factor.layouts[name].expand(factor.values) for factor in self._of[name])
+        for other in rest:
+            first = first * other
+        return first
+
+    def delta(self) -> dict[str, Tensor]:
+        """δ of every parameter, each broadcastable to the parameter's shape."""
+        return {name: self.delta_of(name) for name in self._of}
+
+    def snapshot(self) -> "Prior":
+        """The same δ, untouched by later updates of this prior; shares memory until then."""
+        return Prior(self.kind, [Factor(f.key, f.layouts, f.values) for f in self.factors], self.bounds)
+
+    def fix_gauge(self) -> None:
+        """Where two factors multiply, (c·a, b/c) is the same δ: make the second one's geometric mean 1."""
+        for part in self.parts:
+            for factor in part[1:]:
+                scale = factor.values.double().log().mean().exp().to(factor.values.dtype)
+                factor.values = factor.values / scale
+                part[0].values = part[0].values * scale
+
+    def state_dict(self) -> dict[str, object]:
+        """Kind, bounds and numbers; the layout follows from the model."""
+        return {"kind": self.kind, "bounds": list(self.bounds), "values": {f.key: f.values for f in self.factors}}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Take the numbers (and bounds) of :meth:`state_dict` back.
+
+        Raises:
+            ValueError: The state belongs to another kind of prior or another model.
+        """
+        values, bounds = state["values"], state["bounds"]
+        assert isinstance(values, Mapping)
+        assert isinstance(bounds, list | tuple)
+        if state["kind"] != self.kind:
+            raise ValueError(f"the saved prior is {state['kind']!r}, this one is {self.kind!r}.")
+        mine = {f.key: tuple(f.values.shape) for f in self.factors}
+        saved = {key: tuple(value.shape) for key, value in values.items()}
+        if mine != saved:
+            wrong = sorted(k for k in mine.keys() | saved.keys() if mine.get(k) != saved.get(k))
+            raise ValueError(
+                f"the saved {self.kind} prior belongs to another model: {wrong[0]!r} has shape "
+                f"{saved.get(wrong[0], 'none')} there and {mine.get(wrong[0], 'none')} here ({len(wrong)} such)."
+            )
+        for factor in self.factors:
+            factor.values = values[factor.key].to(factor.values, copy=True)
+        self.bounds = (float(bounds[0]), float(bounds[1]))
+
+
+def make_prior(
+    kind: "str | Grouping",
+    named_parameters: Mapping[str, Tensor],
+    *,
+    init: float = 1.0,
+    bounds: tuple[float, float] = LOG_BOUNDS,
+) -> Prior:
+    """A prior of some kind for these parameters, with δ = ``init`` everywhere.
+
+    Example:
+        >>> prior = make_prior("unit", dict(model.named_parameters()))
+        >>> prior.delta()["fc.weight"].shape
+        torch.Size([84, 120])
+
+        One precision for each attention head of 64 features, all other tensors one for each layer::
+
+            def by_head(name, parameter):
+                if name.endswith("query.weight"):
+                    return torch.arange(len(parameter)).div(64, rounding_mode="floor").unsqueeze(1)
+                return name
+
+            make_prior(by_head, dict(model.named_parameters()))
+
+    Args:
+        kind: ``"scalar"``, ``"layer"``, ``"unit"``, ``"parameter"``, or a function ``group(name, parameter)``. The
+            function gives an integer tensor of group ids, broadcastable to the parameter (ids count within that
+            parameter), or any hashable key for the whole tensor; tensors with equal keys share one δ.
+        named_parameters: The trainable parameters by name.
+        init: The initial precision.
+        bounds: Lowest and highest log δ.
+    """
+    low, high = bounds
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"bounds are the lowest and highest log δ, finite and in this order, not {bounds!r}.")
+    if not (init > 0 and low <= math.log(init) <= high):
+        raise ValueError(
+            f"the initial precision {init!r} is outside the bounds {math.exp(low):g} to {math.exp(high):g}."
+        )
+    if not named_parameters:
+        raise ValueError("there are no parameters to put a prior on; do any of the model's require gradients?")
+    if callable(kind):
+        factors = _grouped(kind, named_parameters)
+        name = getattr(kind, "__name__", type(kind).__name__)
+    else:
+        name = check_name("prior", kind, _KINDS)
+        factors = _KINDS[name](named_parameters)
+    prior = Prior(name, factors, (float(low), float(high)))
+    for part in prior.parts:
+        part[0].values = part[0].values * init
+    return prior
+
+
+def broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    """A tensor of ``shape`` broadcasts to ``target`` without making it larger."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(a in (1, b) for a, b in pairs)
+
+
+def _independent(factors: Iterable[Factor]) -> list[list[Factor]]:
+    """Factors that share a parameter belong together; two that multiply cover the very same one parameter."""
+    parts: dict[frozenset[str], list[Factor]] = {}
+    for factor in factors:
+        parts.setdefault(frozenset(factor.layouts), []).append(factor)
+    return list(parts.values())
+
+
+def _ones(size: torch.Size | tuple[int, ...], like: Tensor) -> Tensor:
+    """Precisions live in float32 even for half-precision weights: they span eighteen orders of magnitude."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.ones(size, dtype=dtype, device=like.device)
+
+
+def _scalar(parameters: Mapping[str, Tensor]) -> list[Factor]:
+    first = next(iter(parameters.values()))
+    return [Factor("scalar", {name: Axes(p.shape, ()) for name, p in parameters.items()}, _ones((), first))]
+
+
+def _layer(parameters: Mapping[str, Tensor]) -> list[Factor]:
+    return [Factor(name, {name: Axes(p.shape, ())}, _ones((), p)) for name, p in parameters.items()]
+
+
+def _parameter(parameters: Mapping[str, Tensor]) -> list[Factor]:
+    layouts = {name: Axes(p.shape, tuple(range(p.ndim))) for name, p in parameters.items()}
+    return [Factor(name, {name: layouts[name]}, _ones(p.shape, p)) for name, p in parameters.items()]
+
+
+def _unit(parameters: Mapping[str, Tensor]) -> list[Factor]:
+    factors = []
+    for name, p in parameters.items():
+        if p.ndim < 2:
+            factors.append(Factor(name, {name: Axes(p.shape, tuple(range(p.ndim)))}, _ones(p.shape, p)))
+            continue
+        first = 1 if p.ndim == 3 and p.shape[0] == 1 else 0  # (1, tokens, features)
+        for dim in (first, first + 1):
+            layout = Axes(p.shape, (dim,))
+            factors.append(Factor(f"{name}[{dim}]", {name: layout}, _ones(layout.size, p)))
+    return factors
+
+
+def _grouped(group: Grouping, parameters: Mapping[str, Tensor]) -> list[Factor]:
+    factors: list[Factor] = []
+    shared: dict[Hashable, Factor] = {}
+    for name, p in parameters.items():
+        ids = group(name, p)
+        if not isinstance(ids, Tensor):
+            if ids not in shared:
+                shared[ids] = Factor(f"key:{ids!r}", {}, _ones((), p))
+                factors.append(shared[ids])
+            shared[ids].layouts[name] = Axes(p.shape, ())
+            continue
+        if ids.is_floating_point() or ids.dtype == torch.bool or ids.numel() == 0 or int(ids.min()) < 0:
+            raise ValueError(f"the group ids of {name!r} must be integers from 0, not {ids.dtype} ids {ids!r}.")
+        if not broadcasts(ids.shape, p.shape):
+            raise ValueError(
+                f"the group ids of {name!r} have shape {tuple(ids.shape)}, which does not broadcast to the "
+                f"parameter's {tuple(p.shape)}."
+            )
+        _, dense = torch.unique(ids, return_inverse=True)  # gaps in the ids would be numbers that belong to nothing
+        index = Index(p.shape, dense.to(p.device), int(dense.max()) + 1)
+        factors.append(Factor(name, {name: index}, _ones(index.size, p)))
+    return factors
+
+
+_KINDS: dict[str, Callable[[Mapping[str, Tensor]], list[Factor]]] = {
+    "scalar": _scalar,
+    "layer": _layer,
+    "unit": _unit,
+    "parameter": _parameter,
+}
