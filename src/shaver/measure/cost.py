@@ -1,0 +1,101 @@
+"""What a network costs: parameters, bytes, FLOPs, time and memory, side by side."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from shaver.measure.example import Example
+from shaver.measure.flops import flops
+from shaver.measure.latency import Latency, latency
+from shaver.measure.memory import peak_memory
+
+#: The batch sizes that latency is measured for.
+BATCH_SIZES = (1, 128)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a network.
+
+    Attributes:
+        parameters: Weights; one that is shared by several layers counts once.
+        nonzeros: Those that are not zero.
+        bytes_dense: Parameters and saved buffers as they are.
+        bytes_sparse: The same with each parameter stored in the smallest of three ways: as it is; its non-zero values
+            and a bit mask of ⌈n/8⌉ bytes; its non-zero values and an int32 index for each. Headers are not counted.
+        flops: FLOPs of one sample, 2 per multiply-add; :mod:`shaver.measure.flops` says what is counted.
+        flops_sparse: Those with a non-zero weight. A dense network on usual hardware does not run faster for it.
+        peak_memory: Bytes alive at the worst moment of a call with the example; see :mod:`shaver.measure.memory`.
+        latency: Batch size → measured time of a call on one thread; empty if it was not asked for.
+    """
+
+    parameters: int
+    nonzeros: int
+    bytes_dense: int
+    bytes_sparse: int
+    flops: int
+    flops_sparse: int
+    peak_memory: int
+    latency: Mapping[int, Latency] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, float]:
+        """One flat row: ``latency_1`` and ``latency_1_spread`` in seconds, and so on."""
+        row: dict[str, float] = {name: value for name, value in vars(self).items() if name != "latency"}
+        for size, time in self.latency.items():
+            row |= {f"latency_{size}": time.median, f"latency_{size}_spread": time.spread}
+        return row
+
+
+def cost(model: nn.Module, example: Example, *, latency: bool = True, repeats: int = 30, seconds: float = 3.0) -> Cost:
+    """Measure what a network costs.
+
+    Example:
+        >>> cost(shaver.zoo.build("lenet"), torch.zeros(1, 1, 28, 28), latency=False)
+        Cost(parameters=60170, nonzeros=60170, bytes_dense=240680, bytes_sparse=240680, flops=463440, ...)
+
+    Args:
+        model: Left as found: weights, modes and random state are not touched.
+        example: Inputs of at least one sample: a tensor, a tuple of positional or a dict of keyword arguments.
+        latency: Also measure the time of a call for batches of 1 and 128.
+        repeats: Most timed calls for each.
+        seconds: Time after which no further call is timed, for each.
+    """
+    counted = flops(model, example)
+    parameters = list(model.parameters())
+    buffers = _saved_buffers(model)
+    dense = sum(map(_bytes, [*parameters, *buffers]))
+    return Cost(
+        parameters=sum(p.numel() for p in parameters),
+        nonzeros=sum(_nonzeros(p) for p in parameters),
+        bytes_dense=dense,
+        bytes_sparse=sum(map(_sparse_bytes, parameters)) + sum(map(_bytes, buffers)),
+        flops=counted.dense,
+        flops_sparse=counted.sparse,
+        peak_memory=peak_memory(model, example),
+        latency=_latencies(model, example, repeats, seconds) if latency else {},
+    )
+
+
+def _latencies(model: nn.Module, example: Example, repeats: int, seconds: float) -> dict[int, Latency]:
+    return {size: latency(model, example, batch_size=size, repeats=repeats, seconds=seconds) for size in BATCH_SIZES}
+
+
+def _saved_buffers(model: nn.Module) -> list[Tensor]:
+    parameters = {id(p) for p in model.parameters()}
+    saved = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+    return [tensor for key, tensor in saved.items() if key not in parameters]
+
+
+def _nonzeros(tensor: Tensor) -> int:
+    return int(tensor.detach().count_nonzero())
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _sparse_bytes(tensor: Tensor) -> int:
+    nonzeros = _nonzeros(tensor)
+    mask, indices = -(-tensor.numel() // 8), 4 * nonzeros
+    return min(_bytes(tensor), nonzeros * tensor.element_size() + min(mask, indices))

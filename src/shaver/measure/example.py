@@ -1,0 +1,65 @@
+"""Example inputs of a network, at any batch size."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.batches import LABELS
+
+#: Inputs of a network: one tensor, positional arguments, or keyword arguments (``labels`` among them are left out).
+Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+def samples_of(example: Example) -> int:
+    """The example's batch size: the length of its first tensor.
+
+    Raises:
+        ValueError: There is no tensor with at least one sample in it.
+    """
+    for value in _values(example):
+        if isinstance(value, Tensor) and value.ndim and len(value):
+            return len(value)
+    raise ValueError(
+        f"the example must hold at least one sample: a tensor whose first dimension is the batch, a tuple of a call's "
+        f"positional or a dict of its keyword arguments, not {_describe(example)}."
+    )
+
+
+def resize(example: Example, samples: int) -> Example:
+    """The example at another batch size: its samples in turn, from the first again when they run out."""
+    size = samples_of(example)
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != size:
+            return value
+        return value[torch.arange(samples, device=value.device) % size]
+
+    if isinstance(example, Tensor):
+        resized: Tensor = one(example)
+        return resized
+    if isinstance(example, Mapping):
+        return {key: one(value) for key, value in example.items()}
+    return tuple(one(value) for value in example)
+
+
+def call(model: nn.Module, example: Example) -> Any:
+    """The network's outputs for the example."""
+    if isinstance(example, Tensor):
+        return model(example)
+    if isinstance(example, Mapping):
+        return model(**{key: value for key, value in example.items() if key != LABELS})
+    return model(*example)
+
+
+def _values(example: object) -> list[Any]:
+    if isinstance(example, Mapping):
+        return [value for key, value in example.items() if key != LABELS]
+    return list(example) if isinstance(example, tuple) else [example]
+
+
+def _describe(example: object) -> str:
+    if isinstance(example, Tensor):
+        return f"a tensor of shape {tuple(example.shape)}"
+    return f"a {type(example).__name__}"

@@ -1,0 +1,189 @@
+"""Floating point operations of one sample, dense and counting only non-zero weights.
+
+Convention: two FLOPs for a multiply-add. Counted are matrix products (linear layers, einsum, recurrent layers on the CPU),
+convolutions (grouped, dilated, transposed) and attention; padding and attention masks earn no discount. Not counted are
+biases, activations, normalisation, pooling, softmax and lookups.
+
+The count watches the operations that PyTorch really executes, so it holds for any model without a rule a layer, also on
+the CPU, where attention is one fused operation.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shaver.measure.evaluating import evaluating
+from shaver.measure.example import Example, call, resize
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of one sample.
+
+    Attributes:
+        dense: Every multiply-add.
+        sparse: Only those with a non-zero weight; products of two activations, such as attention, count in full.
+    """
+
+    dense: int
+    sparse: int
+
+
+def flops(model: nn.Module, example: Example) -> Flops:
+    """Count the FLOPs of one sample, 2 per multiply-add; see the module for what is counted.
+
+    Example:
+        >>> flops(nn.Linear(30, 100), torch.zeros(1, 30))
+        Flops(dense=6000, sparse=6000)
+
+    Args:
+        model: Run once in evaluation mode.
+        example: Inputs of at least one sample: a tensor, a tuple of positional or a dict of keyword arguments. The
+            first sample is used.
+    """
+    one = resize(example, 1)
+    counter = _Counter([*model.parameters(), *model.buffers()])
+    # The fused kernel of whole encoder layers would hide the products inside it.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with evaluating(model), counter:
+            call(model, one)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return Flops(counter.dense, counter.sparse)
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the FLOPs of every operation, and follows which tensors are made of weights alone.
+
+    A weight often does not reach its operation as the parameter itself but as a transpose, a slice, or the product with
+    a mask. What is computed from weights alone is a weight.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dense = 0
+        self.sparse = 0
+        # Held, not only named: a freed storage's address would be used again by an activation.
+        self.weights = {_key(weight): weight for weight in weights}
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        rule = _RULES.get(operation.overloadpacket)
+        if rule is not None:
+            dense, sparse = rule(self.is_weight, result, *args)
+            self.dense += 2 * dense
+            self.sparse += 2 * sparse
+        inputs = _tensors((args, kwargs or {}))
+        outputs = {_key(tensor): tensor for tensor in _tensors(result)}
+        if inputs and all(map(self.is_weight, inputs)):
+            self.weights |= outputs
+        elif inputs:  # activations written into a weight's storage, as in a cache, make it an activation
+            for key in outputs:
+                self.weights.pop(key, None)
+        return result
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        return _key(tensor) in self.weights
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+_IsWeight = Callable[[Tensor], bool]
+_Count = tuple[int, int]  # multiply-adds: all, and those with non-zero weights
+
+
+def _product(is_weight: _IsWeight, a: Tensor, b: Tensor) -> _Count:
+    """(…, n, k) @ (…, k, m): inner index k meets each of n left entries with each of m right ones."""
+    a, b = (x if x.ndim > 1 else x.unsqueeze(-1) for x in (a, b))
+    dense = math.prod(a.shape) * b.shape[-1]
+    if not is_weight(a) and not is_weight(b):
+        return dense, dense
+    left = (a != 0).sum(-2) if is_weight(a) else torch.tensor(a.shape[-2])
+    right = (b != 0).sum(-1) if is_weight(b) else torch.tensor(b.shape[-1])
+    pairs = (left * right).expand(*a.shape[:-2], a.shape[-1])
+    return dense, int(pairs.sum())
+
+
+def _mm(is_weight: _IsWeight, _: object, a: Tensor, b: Tensor, *rest: object) -> _Count:
+    return _product(is_weight, a, b)
+
+
+def _addmm(is_weight: _IsWeight, _: object, bias: Tensor, a: Tensor, b: Tensor, *rest: object) -> _Count:
+    return _product(is_weight, a, b)
+
+
+def _dot(is_weight: _IsWeight, _: object, a: Tensor, b: Tensor) -> _Count:
+    return _product(is_weight, a.unsqueeze(0), b)
+
+
+def _convolution(
+    is_weight: _IsWeight,
+    result: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    *rest: object,
+) -> _Count:
+    """Each weight is used once for each output position, or for each input position of a transposed convolution."""
+    spatial = weight.ndim - 2
+    over = x if transposed else result
+    uses = math.prod(over.shape[-spatial:]) * (over.shape[0] if over.ndim == weight.ndim else 1)
+    nonzeros = int(weight.count_nonzero()) if is_weight(weight) else weight.numel()
+    return uses * weight.numel(), uses * nonzeros
+
+
+def _attention(is_weight: _IsWeight, _: object, query: Tensor, key: Tensor, value: Tensor, *rest: object) -> _Count:
+    """Scores over the key's width and a mean of values: with shared keys the query's heads count."""
+    dense = math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    return dense, dense
+
+
+def _recurrent(
+    is_weight: _IsWeight, _: object, x: Tensor, weight_input: Tensor, weight_hidden: Tensor, *rest: object
+) -> _Count:
+    """One direction of one layer over ``(steps, batch, features)``: each weight is used at every step."""
+    uses = x.shape[0] * x.shape[1]
+    weights = (weight_input, weight_hidden)
+    dense, nonzeros = sum(w.numel() for w in weights), sum(int(w.count_nonzero()) for w in weights)
+    return uses * dense, uses * nonzeros
+
+
+_RULES: dict[Any, Callable[..., _Count]] = {
+    aten.mm: _mm,
+    aten.bmm: _mm,
+    aten.mv: _mm,
+    aten.dot: _dot,
+    aten.addmm: _addmm,
+    aten.addmv: _addmm,
+    aten.baddbmm: _addmm,
+    aten.addbmm: _addmm,
+    aten.convolution: _convolution,
+    aten.mkldnn_rnn_layer: _recurrent,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention: _attention,
+    aten._scaled_dot_product_efficient_attention: _attention,
+    aten._scaled_dot_product_cudnn_attention: _attention,
+    aten._scaled_dot_product_fused_attention_overrideable: _attention,
+}

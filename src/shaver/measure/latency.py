@@ -1,0 +1,86 @@
+"""How long a call takes, measured."""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shaver.measure.evaluating import evaluating
+from shaver.measure.example import Example, call, resize
+
+_WARM_UP = 3
+_FEWEST = 3
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Wall time of one call.
+
+    Attributes:
+        median: Seconds.
+        spread: Interquartile range over the repeats, in seconds. Differences smaller than this mean nothing.
+        repeats: Calls timed.
+        batch_size: Samples in a call.
+    """
+
+    median: float
+    spread: float
+    repeats: int
+    batch_size: int
+
+
+def latency(
+    model: nn.Module, example: Example, *, batch_size: int = 1, repeats: int = 30, seconds: float = 3.0
+) -> Latency:
+    """Time the network's call on one thread, in evaluation mode without gradients, after a warm-up.
+
+    Example:
+        >>> latency(model, x, batch_size=128)
+        Latency(median=0.0121, spread=0.0004, repeats=30, batch_size=128)
+
+    Args:
+        model: Called ``repeats`` times and up to three times before that.
+        example: Inputs of at least one sample, as for :func:`shaver.measure.flops`; samples are repeated to fill the
+            batch.
+        batch_size: Samples in a call.
+        repeats: Most calls to time; at least three.
+        seconds: Stop after this time, but not before three calls are timed.
+
+    Raises:
+        ValueError: Fewer than three repeats, or a batch size below one.
+    """
+    if repeats < _FEWEST:
+        raise ValueError(f"repeats must be at least {_FEWEST} for a median and a spread, not {repeats!r}.")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be positive, not {batch_size!r}.")
+    inputs = resize(example, batch_size)
+    on_gpu = any(weight.is_cuda for weight in model.parameters())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with evaluating(model):
+            warm_up_end = time.perf_counter() + seconds / 3
+            for _ in range(_WARM_UP):
+                _timed(model, inputs, on_gpu)
+                if time.perf_counter() > warm_up_end:
+                    break
+            times: list[float] = []
+            end = time.perf_counter() + seconds
+            while len(times) < repeats and (len(times) < _FEWEST or time.perf_counter() < end):
+                times.append(_timed(model, inputs, on_gpu))
+    finally:
+        torch.set_num_threads(threads)
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return Latency(median=median, spread=upper - lower, repeats=len(times), batch_size=batch_size)
+
+
+def _timed(model: nn.Module, inputs: Example, on_gpu: bool) -> float:
+    if on_gpu:  # its work runs on after a call returns
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(model, inputs)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,82 @@
+"""How much memory a call needs at its worst moment.
+
+The method is the same on every device: every operation's results are watched, a storage counts from the operation that
+makes it until the last tensor on it is gone, and views count once. Scratch space inside an operation (such as the
+unfolded input of a convolution) is not visible to it, nor is memory that an allocator keeps in reserve.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shaver.measure.evaluating import evaluating
+from shaver.measure.example import Example, call, samples_of
+
+
+def peak_memory(model: nn.Module, example: Example) -> int:
+    """Most bytes alive at one moment of a call without gradients: weights, buffers, inputs and all results in use.
+
+    Example:
+        >>> peak_memory(nn.Linear(10, 5), torch.zeros(3, 10))  # weights 220, input 120, output 60
+        400
+
+    Args:
+        model: Called once in evaluation mode.
+        example: Inputs, at the batch size the call is to have.
+    """
+    samples_of(example)
+    inputs = tree_leaves(example if isinstance(example, Tensor | tuple) else dict(example))
+    watcher = _Watcher()
+    watcher.watch([*model.parameters(), *model.buffers(), *inputs])
+    try:
+        with evaluating(model), watcher:
+            call(model, example)
+    finally:
+        watcher.stop()
+    return watcher.peak
+
+
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the bytes of the storages alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[int, int] = {}
+        self.callbacks: dict[int, Any] = {}
+        self.live = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        self.watch(tree_leaves(result))
+        return result
+
+    def watch(self, tensors: Iterable[object]) -> None:
+        """Count storages that are new, until they are freed."""
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.sizes:
+                self.sizes[key] = storage.nbytes()
+                self.live += storage.nbytes()
+                self.callbacks[key] = weakref.finalize(storage, self.forget, key)
+        self.peak = max(self.peak, self.live)
+
+    def forget(self, key: int) -> None:
+        """The storage is gone."""
+        self.live -= self.sizes.pop(key)
+        del self.callbacks[key]
+
+    def stop(self) -> None:
+        """Leave no callback on storages that live on, such as the weights'."""
+        for callback in self.callbacks.values():
+            callback.detach()
