@@ -1,5 +1,20 @@
-"""H: what the data say about each weight."""
+"""H: what the data say about each weight, as a diagonal or as Kronecker factors, for any model."""
 
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
+from shaver.curvature.engine import estimate
+from shaver.curvature.rules import register_rule
+from shaver.curvature.uses import Dense, Outer, Rows, Shift, Use
 
-__all__ = ["Block", "Curvature", "DiagonalBlock", "KroneckerBlock"]
+__all__ = [
+    "Block",
+    "Curvature",
+    "Dense",
+    "DiagonalBlock",
+    "KroneckerBlock",
+    "Outer",
+    "Rows",
+    "Shift",
+    "Use",
+    "estimate",
+    "register_rule",
+]

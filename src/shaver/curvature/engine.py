@@ -1,0 +1,336 @@
+"""``estimate``: H over a data set, exactly or from part of it, for any model."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.batches import Forward, Targets, batch_size_of, targets_of
+from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
+from shaver.curvature.capture import Functional, recording, take, undisturbed
+from shaver.curvature.generic import GenericRule
+from shaver.curvature.plan import Plan, check_outputs, make_plan
+from shaver.curvature.uses import Outer, Shift, Use
+from shaver.likelihoods import Likelihood, get_likelihood
+from shaver.naming import check_name
+
+STRUCTURES = ("diag", "kron")
+SOURCES = ("ggn", "ef", "mc")
+#: Bytes an estimate may hold beside the model unless told otherwise.
+MEMORY_BUDGET = 2**30
+#: A Kronecker factor larger than this is not built; the block is diagonal then, and ``coverage()`` says so.
+FACTOR_LIMIT = 10_000
+
+
+def estimate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: str | Likelihood = "classification",
+    structure: str = "diag",
+    source: str = "ggn",
+    *,
+    forward: Forward | None = None,
+    targets: Targets | None = None,
+    samples: int = 1,
+    seed: int = 0,
+    fraction: float | None = None,
+    max_samples: int | None = None,
+    sharing: str = "expand",
+    memory_budget: int | None = None,
+) -> Curvature:
+    """Curvature of the negative log likelihood, summed over the data, at the model's present weights.
+
+    The model is evaluated in evaluation mode and left exactly as it was: mode, gradients, hooks, random state.
+
+    Args:
+        model: Any network whose outputs have one row a sample.
+        batches: Batches ``(x, y)`` or dicts with ``labels``; a DataLoader, a list, a generator.
+        likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
+        structure: ``"diag"``, or ``"kron"`` for Kronecker factors where a layer has them.
+        source: ``"ggn"`` Σ JᵀΛJ exactly; ``"ef"`` Σ g gᵀ, the empirical Fisher; ``"mc"``, labels drawn from the
+            model: unbiased for the GGN at the price of the EF.
+        forward: ``forward(model, batch) -> outputs`` for batches of another kind.
+        targets: ``targets(batch) -> targets``, likewise.
+        samples: Labels drawn for each sample with ``source="mc"``.
+        seed: For drawing labels and for choosing samples.
+        fraction: Use this share of the samples, chosen at random; H and the log likelihood are scaled to the whole.
+        max_samples: The same as a number of samples; needs the data's size (``len(loader.dataset)``).
+        sharing: How Kronecker factors see weights shared over positions or tokens: ``"expand"`` counts every
+            position as a sample of its own, ``"reduce"`` averages inputs and sums gradients over positions first.
+        memory_budget: Bytes to hold beside the model; batches are split to fit.
+
+    Returns:
+        A :class:`Curvature`: ``.diagonal()``, ``.blocks``, ``.coverage()``, ``.log_likelihood``.
+
+    Example:
+        >>> net = nn.Linear(3, 2)
+        >>> data = [(torch.randn(8, 3), torch.randint(2, (8,)))]
+        >>> curvature = estimate(net, data, source="ggn")
+        >>> {name: tuple(h.shape) for name, h in curvature.diagonal().items()}
+        {'weight': (2, 3), 'bias': (2,)}
+    """
+    check_name("structure", structure, STRUCTURES)
+    check_name("source", source, SOURCES)
+    check_name("sharing", sharing, ("expand", "reduce"))
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, not {samples}.")
+    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not wanted:
+        raise ValueError("the model has no trainable parameter; set requires_grad on those that matter.")
+    work = _Estimation(
+        model, get_likelihood(likelihood), structure, source, forward, targets, samples, seed, sharing, memory_budget
+    )
+    share = _share(batches, fraction, max_samples)
+    with undisturbed(model):
+        for index, batch in enumerate(batches):
+            size = batch_size_of(batch)
+            chosen = work.choose(size, share)
+            if chosen is not None:
+                if not len(chosen):
+                    continue
+                batch = take(batch, chosen)
+            work.add(batch, index)
+    return work.finish(share)
+
+
+class _Estimation:
+    """The running sums of one estimate."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: str,
+        source: str,
+        forward: Forward | None,
+        targets: Targets | None,
+        samples: int,
+        seed: int,
+        sharing: str,
+        memory_budget: int | None,
+    ) -> None:
+        self.model, self.likelihood, self.structure, self.source = model, likelihood, structure, source
+        self.forward, self.targets = forward, targets or targets_of
+        self.samples, self.reduce = samples, sharing == "reduce"
+        self.budget = MEMORY_BUDGET if memory_budget is None else memory_budget
+        self.wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.function = Functional(model, forward)
+        self.generic = GenericRule(self.function, self.budget)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.offset = float(torch.rand((), generator=self.generator))
+        self.plan: Plan | None = None
+        self.planned_for = 0
+        self.diagonals: dict[str, Tensor] = {}
+        self.factors: dict[str, _Factors] = {}
+        self.log_likelihood = 0.0
+        self.seen = self.used = 0
+
+    def choose(self, size: int, share: float) -> Tensor | None:
+        """Which samples of a batch of ``size`` to use; None is all. Every sample has probability ``share``."""
+        before = math.floor(self.seen * share + self.offset)
+        self.seen += size
+        if share == 1.0:
+            return None
+        count = math.floor(self.seen * share + self.offset) - before
+        return torch.randperm(size, generator=self.generator)[:count].sort().values
+
+    def add(self, batch: Any, index: int) -> None:
+        """Add one batch, split so that it fits the memory budget."""
+        size = batch_size_of(batch)
+        self.used += size
+        if self.plan is None or self.planned_for == 1 < size:  # one sample cannot tell where samples stand
+            self.plan, self.planned_for = make_plan(self.model, self.forward, batch, self.wanted), size
+        start = 0
+        while start < size:
+            step, columns = self._fit(size - start)
+            piece = batch if step == size else take(batch, slice(start, start + step))
+            self._add_piece(piece, step, columns, index)
+            start += step
+
+    def _fit(self, size: int) -> tuple[int, int]:
+        """How many samples, and how many output gradients at once, fit the budget."""
+        assert self.plan is not None
+        number = next(iter(self.wanted.values())).element_size()
+        forward_pass = number * (4 * self.plan.outputs + 2 * self.plan.patches)  # activations and patches
+        column = number * max(self.plan.outputs, 1)
+        if forward_pass + column > self.budget:
+            raise ValueError(
+                f"one sample needs about {(forward_pass + column) / 2**20:.1f} MiB for its curvature, more than "
+                f"memory_budget={self.budget} bytes ({self.budget / 2**20:.1f} MiB) allows."
+            )
+        samples = max(1, min(size, self.budget // (forward_pass + column)))
+        wished = min(size, 64)
+        if samples > wished:  # more columns at once share the unfolded inputs; more samples share the calls
+            columns = max(1, (self.budget // wished - forward_pass) // column)
+            samples = max(wished, min(size, self.budget // (forward_pass + min(columns, 16) * column)))
+            return samples, columns
+        return samples, 1
+
+    def _cotangents(self, outputs: Tensor, batch: Any, index: int) -> Tensor:
+        """Output gradients ``(K, *outputs.shape)`` whose per-sample outer products sum to H, and the likelihood."""
+        leaf = outputs.detach().requires_grad_()
+        target = self.targets(batch)
+        self.likelihood.check(leaf, target)
+        nll = self.likelihood.nll(leaf, target)
+        if nll.shape != (len(outputs),):
+            raise ValueError(
+                f"{type(self.likelihood).__name__}.nll must give one number a sample, shape ({len(outputs)},), "
+                f"but gave shape {tuple(nll.shape)}."
+            )
+        if not bool(torch.isfinite(nll).all()):
+            worst = int((~torch.isfinite(nll)).nonzero()[0])
+            raise ValueError(
+                f"the loss of sample {worst} in batch {index} is {float(nll[worst])}: the data, the weights or the "
+                "outputs hold NaN or infinity."
+            )
+        self.log_likelihood -= float(nll.detach().double().sum())
+        if self.source == "ef":
+            return torch.autograd.grad(nll.sum(), leaf)[0].unsqueeze(0)
+        if self.source == "ggn":
+            return self.likelihood.root(leaf.detach())
+        draws = [self.likelihood.mc_gradient(leaf.detach(), self.generator) for _ in range(self.samples)]
+        return torch.stack(draws) / math.sqrt(self.samples)
+
+    def _add_piece(self, batch: Any, size: int, columns: int, index: int) -> None:
+        plan = self.plan
+        assert plan is not None
+        with recording(plan.modules) as calls:
+            outputs = self.function(batch)
+        check_outputs(outputs, size)
+        cotangents = self._cotangents(outputs, batch, index).to(outputs.dtype)
+        edges = [call.edge for call in calls]
+        rest = dict.fromkeys(plan.generic)
+        rest |= dict.fromkeys(self._awake(outputs, cotangents))
+        chunks = torch.split(cotangents, columns)
+        for number, chunk in enumerate(chunks):
+            last = number == len(chunks) - 1
+            if edges:
+                grads = _backward(outputs, edges, chunk, keep=not last)
+                for name, use in plan.uses(calls, grads, size):
+                    self._accumulate(name, use, index, first=number == 0)
+        del outputs, calls, edges
+        if rest:
+            weights = {name: self.wanted[name] for name in rest}
+            for name, squares in self.generic.square_sum(weights, batch, cotangents).items():
+                self._add_diagonal(name, squares, index)
+
+    def _awake(self, outputs: Tensor, cotangents: Tensor) -> list[str]:
+        """Parameters that had no gradient in the check but have one now (a branch not taken then)."""
+        assert self.plan is not None
+        if not self.plan.idle:
+            return []
+        leaves = [self.wanted[name] for name in self.plan.idle]
+        grads = torch.autograd.grad(outputs, leaves, cotangents[0], retain_graph=True, allow_unused=True)
+        return [name for name, grad in zip(self.plan.idle, grads, strict=True) if grad is not None]
+
+    def _accumulate(self, name: str, use: Use, index: int, first: bool) -> None:
+        if not (self.structure == "kron" and isinstance(use, Outer | Shift) and _dimension(use) <= FACTOR_LIMIT):
+            self._add_diagonal(name, use.square_sum(), index)
+            return
+        gradient = use.gradient_factor(self.reduce)
+        sums = [gradient]
+        if first:  # further output gradients of the same samples share their inputs
+            inputs, count = use.input_factor(self.reduce)
+            sums.append(inputs)
+        if not all(bool(torch.isfinite(s.sum())) for s in sums):
+            raise _not_finite(name, index)
+        if name not in self.factors:
+            self.factors[name] = _Factors(inputs, gradient, count, isinstance(use, Outer) and use.transposed)
+            return
+        known = self.factors[name]
+        known.G += gradient
+        if first:
+            known.A += inputs
+            known.count += count
+
+    def _add_diagonal(self, name: str, squares: Tensor, index: int) -> None:
+        if not bool(torch.isfinite(squares.sum())):
+            raise _not_finite(name, index)
+        if name in self.diagonals:
+            self.diagonals[name] += squares
+        else:
+            self.diagonals[name] = squares
+
+    def finish(self, share: float) -> Curvature:
+        """The sums as a :class:`Curvature`, scaled to the whole data where only a share was used."""
+        if not self.seen:
+            raise ValueError("the batches are empty: nothing to estimate the curvature from.")
+        if not self.used or self.plan is None:
+            raise ValueError(f"a share of {share} of {self.seen} samples is less than one sample; use a larger one.")
+        labels = self.plan.labels()
+        blocks: dict[str, Block] = {}
+        rules: dict[str, str] = {}
+        for name, parameter in self.wanted.items():
+            rules[name] = labels[name]
+            if name in self.factors:
+                f = self.factors[name]
+                blocks[name] = KroneckerBlock(f.A / f.count, f.G, parameter.shape, f.transposed)
+                rules[name] = f"kronecker: {labels[name]}"
+            else:
+                values = self.diagonals.get(name)
+                blocks[name] = DiagonalBlock(torch.zeros_like(_wide(parameter)) if values is None else values)
+                if self.structure == "kron":
+                    rules[name] = f"diagonal: {labels[name]}"
+            if share != 1.0:
+                blocks[name].scale(1 / share)
+        return Curvature(blocks, self.log_likelihood / share, self.seen, self.structure, self.source, rules)
+
+
+@dataclass
+class _Factors:
+    """Running sums behind a Kronecker block."""
+
+    A: Tensor
+    G: Tensor
+    count: int
+    transposed: bool
+
+
+def _dimension(use: Outer | Shift) -> int:
+    outputs = use.grads.shape[2] // use.groups
+    return max(outputs, torch.Size(use.shape).numel() // use.grads.shape[2]) if isinstance(use, Outer) else outputs
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    detached = parameter.detach()
+    return detached.float() if detached.element_size() < 4 else detached
+
+
+def _backward(outputs: Tensor, edges: list[Any], cotangents: Tensor, keep: bool) -> list[Tensor | None]:
+    """Gradients at the edges for each output gradient, stacked. Weight gradients are never computed."""
+    last = len(cotangents) - 1
+    passes = [
+        torch.autograd.grad(outputs, edges, row, retain_graph=keep or k < last, allow_unused=True)
+        for k, row in enumerate(cotangents)
+    ]
+    return [None if grads[0] is None else torch.stack(grads) for grads in zip(*passes, strict=True)]
+
+
+def _share(batches: Iterable[Any], fraction: float | None, max_samples: int | None) -> float:
+    if fraction is not None and max_samples is not None:
+        raise ValueError(f"pass fraction ({fraction}) or max_samples ({max_samples}), not both.")
+    if fraction is not None:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"fraction must be above 0 and at most 1, not {fraction}.")
+        return float(fraction)
+    if max_samples is None:
+        return 1.0
+    if max_samples < 1:
+        raise ValueError(f"max_samples must be at least 1, not {max_samples}.")
+    size = getattr(batches, "data_size", None)
+    if size is None and hasattr(batches, "dataset"):
+        size = len(batches.dataset)
+    if size is None and isinstance(batches, list | tuple):
+        size = sum(batch_size_of(batch) for batch in batches)
+    if size is None:
+        raise ValueError("max_samples needs the data's size, which this iterable does not tell; use fraction=.")
+    return float(min(1.0, max_samples / size))
+
+
+def _not_finite(name: str, index: int) -> ValueError:
+    return ValueError(
+        f"the curvature of {name!r} is not finite in batch {index}: its inputs or gradients hold NaN or infinity."
+    )

@@ -1,0 +1,83 @@
+"""The rule for everything else: per-sample gradients by ``torch.func``, a few samples at a time."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shaver.curvature.capture import Functional, split_samples, take
+
+
+class GenericRule:
+    """Per-sample gradients of any parameter of any model, exact, slower than a layer's own rule.
+
+    Args:
+        function: The model as a function of parameters and batch.
+        budget: Bytes of per-sample gradients to hold at once.
+    """
+
+    def __init__(self, function: Functional, budget: int) -> None:
+        self.function = function
+        self.budget = budget
+        self.vectorised = True  # until a model turns out not to allow it
+
+    def square_sum(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
+        """Σ_k Σ_n (∂⟨f(x_n), c_kn⟩/∂θ)² for each of ``weights``.
+
+        Args:
+            weights: The parameters, by name.
+            batch: A batch of B samples.
+            cotangents: Output gradients, ``(K, B, …)``.
+        """
+        columns, count = cotangents.shape[:2]
+        wide = {name: w.detach().float() if w.element_size() < 4 else w.detach() for name, w in weights.items()}
+        totals = {name: torch.zeros_like(w) for name, w in wide.items()}
+        sample = 2 * columns * sum(w.numel() * w.element_size() for w in wide.values())
+        step = max(1, min(count, self.budget // max(sample, 1)))
+        for start in range(0, count, step):
+            piece = slice(start, min(start + step, count))
+            for name, grads in self._gradients(weights, take(batch, piece), cotangents[:, piece]):
+                totals[name] += grads.to(totals[name].dtype).square_().sum((0, 1))
+        return totals
+
+    def _gradients(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> list[tuple[str, Tensor]]:
+        """(name, ``(K, n, *shape)``) pairs; one loop over samples where vmap cannot go."""
+        detached = {name: w.detach() for name, w in weights.items()}
+        if self.vectorised:
+            try:
+                return list(self._vmapped(detached, batch, cotangents).items())
+            except (RuntimeError, ValueError, TypeError, NotImplementedError):
+                self.vectorised = False  # data-dependent control flow, or an operator without a batching rule
+        rows = [
+            self._single(detached, take(batch, slice(n, n + 1)), cotangents[:, n]) for n in range(cotangents.shape[1])
+        ]
+        return [(name, torch.stack([row[name] for row in rows], 1)) for name in detached]
+
+    def _vmapped(self, weights: dict[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
+        tensors, rebuild = split_samples(batch)
+
+        def one(sample: list[Tensor], rows: Tensor) -> dict[str, Tensor]:
+            def outputs(w: dict[str, Tensor]) -> Tensor:
+                return self.function.at(w, rebuild([t.unsqueeze(0) for t in sample]))[0]
+
+            pullback = torch.func.vjp(outputs, weights)[1]
+            return torch.func.vmap(lambda row: pullback(row)[0])(rows)  # type: ignore[no-any-return]
+
+        with warnings.catch_warnings():  # an operator without a batching rule is slower, not wrong
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            over_samples = torch.func.vmap(one, in_dims=(0, 1), out_dims=1, randomness="different")
+            return over_samples(tensors, cotangents)  # type: ignore[no-any-return]
+
+    def _single(self, weights: dict[str, Tensor], batch: Any, rows: Tensor) -> dict[str, Tensor]:
+        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        outputs = self.function.at(leaves, batch)[0]
+        grads = [
+            torch.autograd.grad(outputs, list(leaves.values()), row, retain_graph=True, allow_unused=True)
+            for row in rows
+        ]
+        return {
+            name: torch.stack([torch.zeros_like(w) if g[i] is None else g[i] for g in grads])
+            for i, (name, w) in enumerate(leaves.items())
+        }

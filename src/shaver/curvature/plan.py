@@ -1,0 +1,286 @@
+"""Which rule serves which parameter: proposed by module type, then checked against autograd on a few samples.
+
+A rule is used only if its per-sample gradients equal autograd's. That check settles at once where the samples
+stand in a layer's input (first, second, folded with other dimensions), whether a module's weight is also used
+behind its back, and whether a subclass does something else; whatever does not pass is left to the generic rule.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.batches import Forward, batch_size_of
+from shaver.curvature.capture import Call, Functional, recording, take
+from shaver.curvature.rules import Rule, rules_for
+from shaver.curvature.uses import Use, merge
+
+#: Samples in the check. Two would do; three tell "two tokens" from "two samples".
+PROBE = 3
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A rule for a module, and where the samples stand in its input.
+
+    Attributes:
+        label: The rule's name.
+        rule: The rule.
+        layout: One of ``_LAYOUTS``.
+    """
+
+    label: str
+    rule: Rule
+    layout: str
+
+
+@dataclass
+class Plan:
+    """The outcome: how each wanted parameter is computed.
+
+    Attributes:
+        choices: (module name, parameter's own name in it, parameter name in the model) → choice.
+        generic: Parameters left to the generic rule, with the reason.
+        idle: Parameters no gradient reached in the check; looked at again in every batch.
+        modules: Module name → module, for those with a choice.
+        outputs: Numbers a sample in the recorded outputs: what K backward passes have to keep.
+        patches: The largest number of inputs a sample any layer unfolds to.
+    """
+
+    choices: dict[tuple[str, str, str], Choice] = field(default_factory=dict)
+    generic: dict[str, str] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    outputs: int = 0
+    patches: int = 0
+
+    def uses(self, calls: list[Call], grads: list[Tensor | None], batch: int) -> Iterator[tuple[str, Use]]:
+        """Every planned parameter with its merged use, one parameter at a time.
+
+        Args:
+            calls: What :func:`recording` recorded.
+            grads: For each call the output gradients ``(K, *output.shape)``, or None.
+            batch: The number of samples.
+        """
+        found: dict[str, list[Use]] = {}
+        for call, grad in zip(calls, grads, strict=True):
+            if grad is None:
+                continue
+            keys = [key for key in self.choices if key[0] == call.name]
+            if not keys:
+                continue
+            choice = self.choices[keys[0]]
+            uses = choice.rule(call.module, *_arranged(call, grad, choice.layout, batch))
+            for _, own, name in keys:
+                found.setdefault(name, []).append(uses[own])
+        for name, parts in found.items():
+            yield name, merge(parts)
+
+    def labels(self) -> dict[str, str]:
+        """Parameter → rule, in words."""
+        words: dict[str, list[str]] = {}
+        for (_, _, name), choice in self.choices.items():
+            place = "" if choice.layout == "first" else f" ({choice.layout})"
+            words.setdefault(name, []).append(choice.label + place)
+        labels = {name: " + ".join(parts) for name, parts in words.items()}
+        labels |= {name: f"generic: {reason}" for name, reason in self.generic.items()}
+        return labels | dict.fromkeys(self.idle, "no gradient reaches it")
+
+
+def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Mapping[str, Tensor]) -> Plan:
+    """Choose a rule for every wanted parameter and check it on a few samples of ``batch``.
+
+    The check runs at randomly perturbed weights (a copy: the model is not touched), because at special weights,
+    such as a zero-initialised head, every gradient below vanishes and a wrong rule would pass.
+    """
+    plan = Plan()
+    probe = take(batch, slice(0, PROBE))
+    count = batch_size_of(probe)
+    function = Functional(model, forward)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: _perturbed(p, generator) for name, p in wanted.items()}
+
+    owners = _owners(model, wanted)
+    candidates = {name: list(rules_for(module)) for name, module in model.named_modules() if name in owners}
+    modules = {name: model.get_submodule(name) for name, rules in candidates.items() if rules}
+    with recording(modules) as calls:
+        outputs = function.at(weights, probe)
+    check_outputs(outputs, count)
+    _check_independent(function, weights, probe, outputs, model)
+    direction = torch.randn(outputs.shape, generator=generator).to(outputs)
+    scalars = (outputs * direction).flatten(1).sum(1) if outputs.ndim > 1 else outputs * direction
+    leaves = list(weights.values())
+    references = [torch.autograd.grad(s, leaves, retain_graph=True, allow_unused=True) for s in scalars]
+    edges = [call.edge for call in calls]
+    grads = torch.autograd.grad(outputs, edges, direction, allow_unused=True) if edges else ()
+
+    by_module: dict[str, list[tuple[Call, Tensor]]] = {}
+    for call, grad in zip(calls, grads, strict=True):
+        if grad is not None:
+            by_module.setdefault(call.name, []).append((call, grad.unsqueeze(0)))
+
+    for position, name in enumerate(wanted):
+        reference = [r[position] for r in references]
+        if all(r is None for r in reference):
+            plan.idle.append(name)
+            continue
+        expected = torch.stack([torch.zeros_like(leaves[position]) if r is None else r for r in reference])
+        places = [(m, own) for m, names in owners.items() for own, full in names.items() if full == name]
+        called = [(m, own) for m, own in places if m in by_module]
+        if not called:
+            plan.generic[name] = "used outside a known layer"
+            continue
+        fits = _fitting(called, candidates, by_module, expected, count)
+        if fits is None:
+            plan.generic[name] = "no rule for " + " + ".join(type(model.get_submodule(m)).__name__ for m, _ in called)
+            continue
+        for (module, own), choice in zip(called, fits, strict=True):
+            plan.choices[module, own, name] = choice
+    _settle(plan)
+    used = {module for module, _, _ in plan.choices}
+    plan.modules = {name: module for name, module in modules.items() if name in used}
+    kept = [call for call in calls if call.name in used]
+    plan.outputs = sum(call.numel for call in kept) // count
+    plan.patches = max((_unfolded(call) for call in kept), default=0) // count
+    return plan
+
+
+def _settle(plan: Plan) -> None:
+    """Give all parameters of a module the same layout: a bias alone fits several, the weight beside it decides."""
+    chosen: dict[str, Choice] = {}
+    for (module, own, _), choice in plan.choices.items():
+        if module not in chosen or own == "weight":
+            chosen[module] = choice
+    for key in plan.choices:
+        plan.choices[key] = chosen[key[0]]
+
+
+def _fitting(
+    called: list[tuple[str, str]],
+    candidates: Mapping[str, list[tuple[str, Rule]]],
+    by_module: Mapping[str, list[tuple[Call, Tensor]]],
+    expected: Tensor,
+    count: int,
+) -> list[Choice] | None:
+    """The first combination of rules and layouts whose per-sample gradients are autograd's."""
+    options = [
+        [Choice(label, rule, layout) for layout in _LAYOUTS for label, rule in candidates[module]]
+        for module, _ in called
+    ]
+    tolerance = _TOLERANCE.get(expected.dtype, 0.2)
+    for choices in itertools.islice(itertools.product(*options), 256):
+        parts: list[Use] = []
+        try:
+            for (module, own), choice in zip(called, choices, strict=True):
+                for call, grad in by_module[module]:
+                    arranged = _arranged(call, grad, choice.layout, count)
+                    parts.append(choice.rule(call.module, *arranged)[own])
+            found = merge(parts).per_sample(0, count)[0]
+        except (RuntimeError, ValueError, IndexError, KeyError, StopIteration, AttributeError, TypeError):
+            continue  # the shapes do not fit this layout or rule
+        if found.shape != expected.shape:
+            continue
+        wide = expected.to(found.dtype)
+        if bool(torch.linalg.vector_norm(found - wide) <= tolerance * torch.linalg.vector_norm(wide)):
+            return list(choices)
+    return None
+
+
+_LAYOUTS = ("first", "second", "folded", "folded last")
+
+
+def _arranged(call: Call, grad: Tensor, layout: str, count: int) -> tuple[Tensor, Tensor]:
+    """Inputs and output gradients with the samples first, in at least single precision."""
+    inputs, grads = call.inputs, grad
+    if layout == "first":
+        if inputs.shape[0] != count or grads.shape[1] != count:
+            raise ValueError("the samples do not come first")
+    elif layout == "second":
+        inputs, grads = inputs.transpose(0, 1), grads.transpose(1, 2)
+        if inputs.shape[0] != count or grads.shape[1] != count:
+            raise ValueError("the samples do not come second")
+    elif inputs.shape[0] % count:
+        raise ValueError("the samples are not folded into the first dimension")
+    elif layout == "folded":
+        inputs = inputs.reshape(count, -1, *inputs.shape[1:])
+        grads = grads.reshape(len(grads), count, -1, *grads.shape[2:])
+    else:
+        inputs = inputs.reshape(-1, count, *inputs.shape[1:]).transpose(0, 1)
+        grads = grads.reshape(len(grads), -1, count, *grads.shape[2:]).transpose(1, 2)
+    return _wide(inputs), _wide(grads)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _owners(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
+    """Module name → {own parameter name: the wanted name}; a tied parameter has several owners."""
+    names = {id(p): name for name, p in wanted.items()}
+    owners: dict[str, dict[str, str]] = {}
+    for module_name, module in model.named_modules():
+        own = {n: names[id(p)] for n, p in module._parameters.items() if p is not None and id(p) in names}
+        if own:
+            owners[module_name] = own
+    return owners
+
+
+def _perturbed(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+    scale = 0.1 * parameter.detach().square().mean().sqrt() + 0.02
+    return (parameter.detach() + scale * noise).requires_grad_()
+
+
+def _unfolded(call: Call) -> int:
+    """How many numbers a layer's inputs become: a convolution's patches, else the inputs."""
+    kernel = getattr(call.module, "kernel_size", None)
+    if kernel is None or not isinstance(kernel, tuple):
+        return call.inputs.numel()
+    weight = call.module.weight
+    outs = call.numel // weight.shape[0]  # type: ignore[union-attr, operator, index]
+    per_position = weight[0].numel() * getattr(call.module, "groups", 1)  # type: ignore[union-attr, operator, index]
+    return int(outs * per_position)
+
+
+def check_outputs(outputs: Tensor, count: int) -> None:
+    """Outputs have a gradient and one row a sample."""
+    if not outputs.requires_grad:
+        raise ValueError(
+            "the model's outputs have no gradient: it detaches them, runs under no_grad, or its trainable "
+            "parameters do not reach the outputs."
+        )
+    if outputs.ndim == 0 or outputs.shape[0] != count:
+        raise ValueError(
+            f"the model returned outputs of shape {tuple(outputs.shape)} for {count} samples; the first dimension "
+            "must be the samples. Pass forward=lambda model, batch: … that puts them first."
+        )
+
+
+def _check_independent(
+    function: Functional, weights: Mapping[str, Tensor], probe: Any, outputs: Tensor, model: nn.Module
+) -> None:
+    """A sample's output must not depend on the other samples: per-sample gradients would not exist."""
+    if len(outputs) < 2:
+        return
+    with torch.no_grad():
+        alone = function.at(weights, take(probe, slice(0, 1)))
+    scale = outputs.detach().abs().max()
+    tolerance = _TOLERANCE.get(outputs.dtype, 0.2)
+    if alone.shape[1:] == outputs.shape[1:] and not bool((alone[0] - outputs[0]).abs().max() <= tolerance * scale):
+        if not bool(torch.isfinite(alone).all() and torch.isfinite(outputs).all()):
+            return  # a NaN is named where the batch is processed
+        suspects = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+        ]
+        hint = f" Suspect: {', '.join(suspects)} (track_running_stats=False)." if suspects else ""
+        raise ValueError(
+            "the output of a sample changes with the other samples in its batch, so per-sample gradients do not "
+            "exist. A batch-dependent layer (BatchNorm without running statistics) or randomness in evaluation "
+            f"mode does that.{hint}"
+        )

@@ -1,0 +1,248 @@
+"""Per-sample gradients in factored form: what one use of a parameter contributes, without building it.
+
+A backward pass with K output gradients gives every sample K gradients for each parameter. A *use* knows them as
+factors and answers three questions: the sum of their squares (the diagonal), their Kronecker factors, and the
+gradients themselves for a few samples at a time (where a parameter is used in several ways at once).
+
+Shapes: B samples, K output gradients, T positions (pixels, tokens) a sample, g groups, I inputs, O outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+#: Bytes of per-sample gradients built at once: small enough to stay in a core's cache.
+TILE = 4 * 2**20
+
+
+class Use(Protocol):
+    """One way in which a parameter enters the network."""
+
+    def square_sum(self) -> Tensor:
+        """Σ_k Σ_n g² over the samples, shaped like the parameter."""
+
+    def per_sample(self, start: int, stop: int) -> Tensor:
+        """The gradients of samples start…stop, ``(K, samples, *shape)``."""
+
+
+@dataclass
+class Dense:
+    """Gradients that are small enough to be held as they are: norms, scalars, the generic rule.
+
+    Attributes:
+        grads: ``(K, B, *shape)``.
+    """
+
+    grads: Tensor
+
+    def square_sum(self) -> Tensor:
+        """Σ g²."""
+        return self.grads.square().sum((0, 1))
+
+    def per_sample(self, start: int, stop: int) -> Tensor:
+        """A slice."""
+        return self.grads[:, start:stop]
+
+
+@dataclass
+class Shift:
+    """A bias: the gradient is the output gradient summed over positions, g_n = Σ_t b_nt.
+
+    Attributes:
+        grads: ``(K, B, O, T)``.
+        groups: Groups of a grouped convolution; they matter for the Kronecker factors only.
+    """
+
+    grads: Tensor
+    groups: int = 1
+
+    def square_sum(self) -> Tensor:
+        """Σ (Σ_t b)²."""
+        return self.grads.sum(-1).square().sum((0, 1))
+
+    def per_sample(self, start: int, stop: int) -> Tensor:
+        """Σ_t b."""
+        return self.grads[:, start:stop].sum(-1)
+
+    def input_factor(self, reduce: bool) -> tuple[Tensor, int]:
+        """A bias has one input that is always 1: the sum and the number of terms are the same."""
+        count = self.grads.shape[1] * (1 if reduce else self.grads.shape[-1])
+        return self.grads.new_full((self.groups, 1, 1), count), count
+
+    def gradient_factor(self, reduce: bool) -> Tensor:
+        """G = Σ b bᵀ over positions (expand), or Σ (Σ_t b)(Σ_t b)ᵀ (reduce)."""
+        return _gradient_factor(self.grads, self.groups, reduce)
+
+
+@dataclass
+class Outer:
+    """A weight matrix: g_n = Σ_t b_nt a_ntᵀ, with inputs a and output gradients b at T positions.
+
+    Attributes:
+        inputs: A function that gives ``(B, g·I, T)``, so that patches of a convolution exist only while needed.
+        grads: ``(K, B, g·O, T)``.
+        shape: The parameter's shape, ``(g·O, I, …)`` or, transposed, ``(I, O)``.
+        groups: g.
+        transposed: The parameter is stored ``(I, O)``.
+    """
+
+    inputs: Callable[[], Tensor]
+    grads: Tensor
+    shape: torch.Size
+    groups: int = 1
+    transposed: bool = False
+
+    def _to_shape(self, values: Tensor) -> Tensor:
+        """``(…, g·O, I)`` → ``(…, *shape)``."""
+        values = values.transpose(-1, -2) if self.transposed else values
+        return values.reshape(*values.shape[:-2], *self.shape)
+
+    def square_sum(self) -> Tensor:
+        """One matmul of squared factors with one position; else per-sample gradients, a cache-sized tile at a time."""
+        inputs, (columns, batch, _, positions) = self.inputs(), self.grads.shape
+        g = self.groups
+        if positions == 1:
+            b = self.grads.squeeze(-1).square().sum(0).view(batch, g, -1)
+            a = inputs.squeeze(-1).square().view(batch, g, -1)
+            return self._to_shape(torch.einsum("ngo,ngi->goi", b, a).flatten(0, 1))
+        outs, ins = self.grads.shape[2] // g, inputs.shape[1] // g
+        # (n·g, K·O, T) @ (n·g, T, I): the K gradients share their inputs
+        b = self.grads.view(columns, batch, g, outs, positions).permute(1, 2, 0, 3, 4)
+        b = b.reshape(batch * g, columns * outs, positions)
+        a = inputs.reshape(batch * g, ins, positions).transpose(1, 2)
+        total = inputs.new_zeros(g, outs, ins)
+        sample = g * columns * outs * ins * inputs.element_size()
+        step = min(batch, max(1, TILE // sample))
+        tile = inputs.new_empty(step * g, columns * outs, ins)
+        for start in range(0, batch, step):
+            stop = min(start + step, batch)
+            part = tile[: (stop - start) * g]
+            torch.bmm(b[start * g : stop * g], a[start * g : stop * g], out=part)
+            if len(part) == columns == 1:
+                total.addcmul_(part, part)
+            else:
+                total += part.square_().view(-1, g, columns, outs, ins).sum((0, 2))
+        return self._to_shape(total.flatten(0, 1))
+
+    def per_sample(self, start: int, stop: int) -> Tensor:
+        """Σ_t b aᵀ, built."""
+        a, b, g = self.inputs()[start:stop], self.grads[:, start:stop], self.groups
+        a, b = _grouped(a, 1, g), _grouped(b, 2, g)
+        return self._to_shape(torch.einsum("kngot,ngit->kngoi", b, a).flatten(2, 3))
+
+    def input_factor(self, reduce: bool) -> tuple[Tensor, int]:
+        """Σ a aᵀ over samples and positions (expand) or of the means over positions (reduce), and the count."""
+        inputs = self.inputs()
+        inputs = inputs.mean(-1, keepdim=True) if reduce else inputs
+        return _outer_sum(inputs, self.groups), inputs.shape[0] * inputs.shape[-1]
+
+    def gradient_factor(self, reduce: bool) -> Tensor:
+        """G = Σ b bᵀ over positions (expand), or Σ (Σ_t b)(Σ_t b)ᵀ (reduce)."""
+        return _gradient_factor(self.grads, self.groups, reduce)
+
+
+@dataclass
+class Rows:
+    """An embedding: position t of sample n adds b_nt to row index_nt.
+
+    Attributes:
+        index: ``(B, T)``.
+        grads: ``(K, B, T, D)``.
+        shape: ``(V, D)``.
+        padding: The row that gets no gradient, or None.
+    """
+
+    index: Tensor
+    grads: Tensor
+    shape: torch.Size
+    padding: int | None = None
+
+    def _masked(self) -> Tensor:
+        if self.padding is None:
+            return self.grads
+        return self.grads * (self.index != self.padding).unsqueeze(-1)
+
+    def square_sum(self) -> Tensor:
+        """Equal tokens of one sample are summed before squaring; only rows that occur are touched."""
+        batch, rows = len(self.index), self.shape[0]
+        key = self.index + rows * torch.arange(batch, device=self.index.device).unsqueeze(1)
+        unique, inverse = torch.unique(key.flatten(), return_inverse=True)
+        grads = self._masked().flatten(1, 2)
+        summed = grads.new_zeros(len(grads), len(unique), grads.shape[-1]).index_add_(1, inverse, grads)
+        return grads.new_zeros(self.shape).index_add_(0, unique % rows, summed.square().sum(0))
+
+    def per_sample(self, start: int, stop: int) -> Tensor:
+        """One dense row table a sample."""
+        grads = self._masked()[:, start:stop]
+        table = grads.new_zeros(*grads.shape[:2], *self.shape)
+        index = self.index[start:stop].unsqueeze(-1).expand(grads.shape)
+        return table.scatter_add_(2, index, grads)
+
+
+def merge(uses: Sequence[Use]) -> Use:
+    """Several uses of one parameter as one use: their per-sample gradients add up before any square.
+
+    Weight matrices join their positions; everything else is summed for a few samples at a time.
+    """
+    first = uses[0]
+    if len(uses) == 1:
+        return first
+    if isinstance(first, Outer) and all(isinstance(u, Outer) and u.transposed == first.transposed for u in uses):
+        outers = [u for u in uses if isinstance(u, Outer)]
+        if len({u.groups for u in outers}) == 1:
+            return Outer(
+                lambda: torch.cat([u.inputs() for u in outers], -1),
+                torch.cat([u.grads for u in outers], -1),
+                first.shape,
+                first.groups,
+                first.transposed,
+            )
+    if isinstance(first, Shift) and all(isinstance(u, Shift) and u.groups == first.groups for u in uses):
+        return Shift(torch.cat([u.grads for u in uses if isinstance(u, Shift)], -1), first.groups)
+    return Several(list(uses))
+
+
+@dataclass
+class Several:
+    """A parameter used in different ways, such as an embedding that is also the output layer."""
+
+    uses: list[Use]
+
+    def square_sum(self) -> Tensor:
+        """Σ (Σ_uses g)², one sample at a time."""
+        first = self.uses[0]
+        batch = first.grads.shape[1]  # type: ignore[attr-defined]
+        total = self.per_sample(0, 1).square_().sum((0, 1))
+        for start in range(1, batch):
+            total += self.per_sample(start, start + 1).square_().sum((0, 1))
+        return total
+
+    def per_sample(self, start: int, stop: int) -> Tensor:
+        """The sum of the uses' gradients."""
+        total = self.uses[0].per_sample(start, stop)
+        for use in self.uses[1:]:
+            total = total + use.per_sample(start, stop)
+        return total
+
+
+def _gradient_factor(grads: Tensor, groups: int, reduce: bool) -> Tensor:
+    grads = grads.sum(-1, keepdim=True) if reduce else grads
+    return _outer_sum(grads.flatten(0, 1), groups)
+
+
+def _outer_sum(values: Tensor, groups: int) -> Tensor:
+    """Σ_n Σ_t v vᵀ for ``(N, g·D, T)``, group by group: ``(g, D, D)``."""
+    grouped = _grouped(values, 1, groups)
+    if values.shape[-1] == 1:
+        rows = grouped.squeeze(-1).transpose(0, 1)  # (g, N, D)
+        return rows.transpose(1, 2) @ rows
+    flat = grouped.permute(1, 2, 0, 3).flatten(2)
+    return flat @ flat.transpose(1, 2)
+
+
+def _grouped(values: Tensor, dim: int, groups: int) -> Tensor:
+    """Dimension ``dim`` of size g·D as two, (g, D)."""
+    return values.reshape(*values.shape[:dim], groups, -1, *values.shape[dim + 1 :])
