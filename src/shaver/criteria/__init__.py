@@ -1,0 +1,33 @@
+"""Pruning criteria: each is one function that scores every weight; the lowest scores are pruned first.
+
+Example:
+    >>> from shaver import criteria
+    >>> criteria.needs("opd"), criteria.needs("snip"), criteria.needs("magnitude")
+    (('posterior',), ('batches',), ())
+"""
+
+import shaver.criteria.grasp
+import shaver.criteria.magnitude
+import shaver.criteria.obd
+import shaver.criteria.opd
+import shaver.criteria.random
+import shaver.criteria.snip
+import shaver.criteria.synflow
+import shaver.criteria.wanda  # noqa: F401
+from shaver.criteria.registry import Criterion, Given, PosteriorLike, criterion, get, names, needs, register
+from shaver.criteria.rules import Rule, prunable
+from shaver.criteria.scoring import score
+
+__all__ = [
+    "Criterion",
+    "Given",
+    "PosteriorLike",
+    "Rule",
+    "criterion",
+    "get",
+    "names",
+    "needs",
+    "prunable",
+    "register",
+    "score",
+]

@@ -1,0 +1,19 @@
+"""OPD, optimal posterior damage: S = P_pp θ² with the posterior precision P = H + δ."""
+
+from torch import Tensor
+
+from shaver.criteria.registry import Given, criterion
+from shaver.criteria.scoring import of_weight
+
+
+@criterion("opd", needs=["posterior"])
+def opd(given: Given) -> dict[str, Tensor]:
+    """S_p = P_pp θ_p², twice what the Laplace posterior's energy rises by when the weight is set to zero.
+
+    P_pp is the exact diagonal of H + δ, for Kronecker-factored curvature too: diag(A) ⊗ diag(G) + δ.
+    """
+    precision = given.posterior.precision()
+    return {
+        name: of_weight(precision, name, "precision") * weight.detach().square()
+        for name, weight in given.weights.items()
+    }

@@ -1,0 +1,16 @@
+"""Random: independent uniform scores, the baseline that knows nothing."""
+
+import torch
+from torch import Tensor
+
+from shaver.criteria.registry import Given, criterion
+
+
+@criterion("random")
+def random(given: Given) -> dict[str, Tensor]:
+    """Uniform numbers from a generator of their own: the same for the same seed, on every device."""
+    generator = torch.Generator().manual_seed(given.seed)
+    return {
+        name: torch.rand(weight.shape, generator=generator, dtype=torch.float64).to(weight.device)
+        for name, weight in given.weights.items()
+    }

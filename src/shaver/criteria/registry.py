@@ -1,0 +1,188 @@
+"""The register of pruning criteria: one function each, from what is given to a score for each weight."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shaver.batches import Forward, Targets
+from shaver.likelihoods import Likelihood
+from shaver.naming import check_name
+
+#: What a criterion may ask for.
+NEEDS = ("posterior", "batches")
+
+_HOW = {
+    "posterior": "posterior=… (spam.posterior after training, or one from a curvature estimate)",
+    "batches": "batches=… (an iterable of (inputs, targets), such as a DataLoader)",
+}
+
+
+class HasDiagonal(Protocol):
+    """The curvature of a posterior, as far as a criterion needs it."""
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """H_pp by parameter name."""
+        ...
+
+
+class PosteriorLike(Protocol):
+    """A Laplace posterior, as far as criteria and pruning need it; :class:`shaver.Posterior` is one."""
+
+    @property
+    def curvature(self) -> HasDiagonal:
+        """H, the curvature of the negative log likelihood summed over the data."""
+        ...
+
+    def precision(self) -> dict[str, Tensor]:
+        """The diagonal of H + δ by parameter name, shaped like the parameters."""
+        ...
+
+    def delta(self) -> Mapping[str, Tensor]:
+        """The prior precision δ by parameter name, broadcastable to the parameters."""
+        ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """Everything a criterion can use. Only what it declared in ``needs`` is sure to be there.
+
+    Attributes:
+        model: The network, in eval mode while it is scored.
+        weights: The prunable parameters by name; a criterion returns one score tensor for each.
+        seed: For criteria that draw random numbers.
+        likelihood: Turns outputs and targets into a loss.
+        forward: ``forward(model, batch)``, the outputs.
+        targets: ``targets(batch)``.
+    """
+
+    model: nn.Module
+    weights: Mapping[str, nn.Parameter]
+    seed: int
+    likelihood: Likelihood
+    forward: Forward
+    targets: Targets
+    _posterior: PosteriorLike | None = None
+    _batches: Iterable[Any] | None = None
+
+    @property
+    def posterior(self) -> PosteriorLike:
+        """The posterior; declare ``needs=("posterior",)`` to be sure of it."""
+        if self._posterior is None:
+            raise ValueError(f"no posterior was given; pass {_HOW['posterior']}.")
+        return self._posterior
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether data were given."""
+        return self._batches is not None
+
+    def batches(self) -> Iterable[Any]:
+        """The data, from the beginning. A shuffling loader gives the same order on each call."""
+        if self._batches is None:
+            raise ValueError(f"no data were given; pass {_HOW['batches']}.")
+        empty = True
+        with torch.random.fork_rng(devices=[]):  # a loader draws its order from the global generator
+            for batch in self._batches:
+                empty = False
+                yield batch
+        if empty:
+            raise ValueError("batches is empty: a criterion that needs data got none.")
+
+    def loss(self, batch: Any) -> tuple[Tensor, int]:
+        """The negative log likelihood of one batch, summed over its samples, and how many they are."""
+        outputs, targets = self.forward(self.model, batch), self.targets(batch)
+        self.likelihood.check(outputs, targets)
+        nll = self.likelihood.nll(outputs, targets)
+        return nll.sum(), len(nll)
+
+
+CriterionFunction = Callable[..., dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A registered criterion.
+
+    Attributes:
+        name: What a user passes.
+        function: ``function(given, **options) -> {name: score}``.
+        needs: A subset of ``("posterior", "batches")``.
+        example_suffices: ``example=`` (one input) may stand in for ``batches``.
+    """
+
+    name: str
+    function: CriterionFunction
+    needs: tuple[str, ...]
+    example_suffices: bool = False
+
+    def require(self, posterior: object, batches: object, options: Mapping[str, object]) -> None:
+        """Raise ``ValueError`` for what is needed and missing."""
+        given = {"posterior": posterior, "batches": batches}
+        if self.example_suffices and options.get("example") is not None:
+            given["batches"] = options["example"]
+        missing = [_HOW[need] for need in self.needs if given[need] is None]
+        if missing:
+            extra = "; example=… (one input) is enough" if self.example_suffices else ""
+            raise ValueError(f"criterion {self.name!r} needs {' and '.join(missing)}{extra}.")
+
+
+_REGISTER: dict[str, Criterion] = {}
+
+
+def criterion(
+    name: str, *, needs: Iterable[str] = (), example_suffices: bool = False
+) -> Callable[[CriterionFunction], CriterionFunction]:
+    """Register a function as a pruning criterion; the lowest scores are pruned first.
+
+    Example:
+        >>> @criterion("prior-energy", needs=["posterior"])
+        ... def prior_energy(given):
+        ...     delta = given.posterior.delta()
+        ...     return {name: delta[name] * weight.square() for name, weight in given.weights.items()}
+        >>> needs("prior-energy")
+        ('posterior',)
+
+    ``shaver.testing.check_criterion("prior-energy")`` tests it.
+    """
+
+    def decorate(function: CriterionFunction) -> CriterionFunction:
+        register(name, function, needs=needs, example_suffices=example_suffices)
+        return function
+
+    return decorate
+
+
+def register(
+    name: str, function: CriterionFunction, *, needs: Iterable[str] = (), example_suffices: bool = False
+) -> None:
+    """Register ``function(given, **options)`` under ``name``; see :func:`criterion`.
+
+    Raises:
+        ValueError: The name is taken by another function, or a need is unknown.
+    """
+    checked = tuple(check_name("need of a criterion", need, NEEDS) for need in needs)
+    old = _REGISTER.get(name)
+    if old is not None and (old.function.__module__, old.function.__qualname__) != (
+        function.__module__,
+        function.__qualname__,
+    ):
+        raise ValueError(f"the criterion {name!r} exists already ({old.function.__module__}); choose another name.")
+    _REGISTER[name] = Criterion(name, function, checked, example_suffices)
+
+
+def get(name: str) -> Criterion:
+    """The criterion registered under ``name``."""
+    return _REGISTER[check_name("criterion", name, _REGISTER)]
+
+
+def names() -> list[str]:
+    """The names of all criteria."""
+    return list(_REGISTER)
+
+
+def needs(name: str) -> tuple[str, ...]:
+    """What the criterion needs beside the model: a subset of ``("posterior", "batches")``."""
+    return get(name).needs

@@ -1,0 +1,73 @@
+"""Which weights may be pruned: weight matrices and kernels by default, or a user's own rule."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+#: ``rule(name, parameter)``: whether the parameter may be pruned.
+Rule = Callable[[str, nn.Parameter], bool]
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def prunable(
+    model: nn.Module, rule: Rule | None = None, *, exclude_first: bool = False, exclude_last: bool = False
+) -> dict[str, nn.Parameter]:
+    """The parameters that may be pruned, by name, in the order of ``model.named_parameters()``.
+
+    The default rule takes parameters with two or more dimensions that their module calls a weight: matrices of linear
+    layers (also the transformers library's ``Conv1D`` and the packed ``in_proj_weight`` of attention), convolution
+    kernels, recurrent weights. Biases, norms, positional tables and class tokens are not pruned, and embeddings are
+    not either, nor an output matrix tied to one: most of their rows see few samples, so that their curvature is small
+    for want of data and not for want of use.
+
+    Example:
+        >>> list(prunable(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), exclude_last=True))
+        ['0.weight']
+
+    Args:
+        model: The network.
+        rule: ``rule(name, parameter) -> bool`` in place of the default one.
+        exclude_first: Leave out the first parameter the rule accepts.
+        exclude_last: Leave out the last one.
+
+    Raises:
+        ValueError: Nothing is left to prune.
+    """
+    accepts = rule if rule is not None else _weight_rule(model)
+    found = [(name, parameter) for name, parameter in model.named_parameters() if accepts(name, parameter)]
+    if exclude_first:
+        found = found[1:]
+    if exclude_last:
+        found = found[:-1]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no prunable weight under "
+            + ("the rule given" if rule is not None else "the default rule (weight matrices and kernels)")
+            + (" without its first or last layer" if exclude_first or exclude_last else "")
+            + "; rule=lambda name, parameter: … says which parameters may be pruned."
+        )
+    return dict(found)
+
+
+def input_dim(model: nn.Module, name: str) -> int:
+    """Which dimension of a weight runs over the layer's inputs: 1 for most, 0 for transposed ones."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return 0 if isinstance(owner, _TRANSPOSED) or is_transposed_linear(owner) else 1
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether the module is the transformers library's ``Conv1D``: a linear layer that stores ``(in, out)``."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _weight_rule(model: nn.Module) -> Rule:
+    refused: set[int] = set()  # by identity: a tied weight has several owners, and one refusal is enough
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Norm" in type(module).__name__:
+            refused |= {id(parameter) for parameter in module.parameters(recurse=False)}
+
+    def rule(name: str, parameter: nn.Parameter) -> bool:
+        return parameter.ndim >= 2 and "weight" in name.rpartition(".")[2] and id(parameter) not in refused
+
+    return rule

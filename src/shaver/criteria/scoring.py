@@ -1,0 +1,133 @@
+"""``score``: one number for each prunable weight, the lowest to be pruned first."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.batches import Forward, Targets, forward_of, targets_of
+from shaver.criteria.registry import Given, PosteriorLike, get
+from shaver.criteria.rules import Rule, prunable
+from shaver.likelihoods import Likelihood, get_likelihood
+
+
+def score(
+    model: nn.Module,
+    criterion: str,
+    *,
+    posterior: PosteriorLike | None = None,
+    batches: Iterable[Any] | None = None,
+    likelihood: str | Likelihood = "classification",
+    seed: int = 0,
+    forward: Forward | None = None,
+    targets: Targets | None = None,
+    rule: Rule | None = None,
+    exclude_first: bool = False,
+    exclude_last: bool = False,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Score every prunable weight; :func:`shaver.prune` removes the lowest.
+
+    Example:
+        >>> scores = score(nn.Linear(3, 2), "magnitude")
+        >>> {name: tuple(tensor.shape) for name, tensor in scores.items()}
+        {'weight': (2, 3)}
+
+    The model is scored in eval mode and left exactly as it was found: weights, buffers, gradients, mode, and the
+    state of the global random generator.
+
+    Args:
+        model: The network.
+        criterion: ``"opd"``, ``"obd"``, ``"magnitude"``, ``"snip"``, ``"grasp"``, ``"synflow"``, ``"wanda"``,
+            ``"random"`` or a registered one; ``shaver.criteria.needs(criterion)`` says what it needs.
+        posterior: For OPD and OBD.
+        batches: For SNIP, GraSP, Wanda, and the input's shape for SynFlow.
+        likelihood: The loss of SNIP and GraSP.
+        seed: For ``"random"``.
+        forward: ``forward(model, batch)`` for batches of another layout.
+        targets: ``targets(batch)`` for batches of another layout.
+        rule: What is prunable; see :func:`shaver.criteria.prunable`.
+        exclude_first: Do not score the first prunable weight.
+        exclude_last: Do not score the last one.
+        **options: Passed to the criterion, such as ``rounds=1`` for SynFlow.
+
+    Returns:
+        A score tensor for each prunable parameter, shaped like it.
+
+    Raises:
+        ValueError: The criterion is unknown, what it needs is missing, or its scores are not usable.
+    """
+    chosen = get(criterion)
+    chosen.require(posterior, batches, options)
+    if isinstance(batches, Iterator):  # a criterion may read the data twice
+        batches = list(batches)
+    given = Given(
+        model=model,
+        weights=prunable(model, rule, exclude_first=exclude_first, exclude_last=exclude_last),
+        seed=seed,
+        likelihood=get_likelihood(likelihood),
+        forward=forward if forward is not None else forward_of,
+        targets=targets if targets is not None else targets_of,
+        _posterior=posterior,
+        _batches=batches,
+    )
+    with evaluating(model), torch.random.fork_rng(devices=[]):
+        scores = chosen.function(given, **options)
+    return _checked(criterion, given.weights, scores)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; each module's own mode comes back, also after an error."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def differentiable(weights: Mapping[str, nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The weights as a list that autograd follows, frozen ones included; ``requires_grad`` comes back afterwards."""
+    flags = [(weight, weight.requires_grad) for weight in weights.values()]
+    try:
+        with torch.enable_grad():
+            for weight, _ in flags:
+                weight.requires_grad_(True)
+            yield [weight for weight, _ in flags]
+    finally:
+        for weight, flag in flags:
+            weight.requires_grad_(flag)
+
+
+def of_weight(values: Mapping[str, Tensor], name: str, what: str) -> Tensor:
+    """``values[name]``, or an error that says which weight the posterior does not know."""
+    if name not in values:
+        raise ValueError(
+            f"the posterior has no {what} for the weight {name!r}: it belongs to another model, or the weight was "
+            "frozen; rule=lambda name, parameter: parameter.requires_grad scores the trained weights alone."
+        )
+    return values[name]
+
+
+def _checked(criterion: str, weights: Mapping[str, nn.Parameter], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    result = {}
+    for name, weight in weights.items():
+        if name not in scores:
+            raise ValueError(f"criterion {criterion!r} gave no score for {name!r}.")
+        if scores[name].shape != weight.shape:
+            raise ValueError(
+                f"criterion {criterion!r} gave {name!r} scores of shape {tuple(scores[name].shape)}, but the weight "
+                f"has shape {tuple(weight.shape)}; a posterior or options of another model?"
+            )
+        if bool(scores[name].isnan().any()):
+            raise ValueError(
+                f"criterion {criterion!r} gave {name!r} {int(scores[name].isnan().sum())} scores that are NaN; "
+                "the weights, the data or the posterior hold NaN or infinity."
+            )
+        result[name] = scores[name].detach()
+    return result

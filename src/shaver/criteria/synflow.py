@@ -1,0 +1,163 @@
+"""SynFlow: |θ · ∂R/∂θ| with R = 1ᵀ ∏|W| 1, the flow through the network; no data (Tanaka et al., 2020)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shaver.batches import Forward
+from shaver.criteria.registry import Given, criterion
+
+_ACTIVATIONS = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
+    *(nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid),
+    *(nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Threshold),
+)
+_CHANNEL_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+
+
+@criterion("synflow", needs=["batches"], example_suffices=True)
+def synflow(given: Given, *, example: Any = None, rounds: int = 100, sparsity: float = 0.99) -> dict[str, Tensor]:
+    """The share of each weight in the flow R of an all-ones input through the linearised network.
+
+    All weights are replaced by their absolute values and biases by zero; norm layers only multiply by |γ| (a
+    BatchNorm's statistics would otherwise turn signs or kill channels) and activation modules are the identity, so
+    that R = 1ᵀ ∏|W| 1. Everything runs in float64 on copies: the model itself is not written to.
+
+    One round scores once. With more, the lowest are removed along the exponential schedule that keeps the share
+    (1 − ``sparsity``)^(k / rounds) after round k, and the rest is scored again, which is what keeps a layer from
+    being emptied. The score is then the round in which a weight fell, plus its rank within the round: one ranking
+    that serves every sparsity up to ``sparsity``.
+
+    Args:
+        given: The model, and batches or ``example`` for the shape of an input. Integer inputs (tokens) stay.
+        example: One input, a tuple of inputs, or a dict of keyword arguments, with its batch dimension.
+        rounds: How often to score; 1 is the single shot.
+        sparsity: Where the schedule ends.
+    """
+    if rounds < 1 or not 0 <= sparsity < 1:
+        raise ValueError(f"synflow takes rounds ≥ 1 and 0 ≤ sparsity < 1, not rounds={rounds}, sparsity={sparsity}.")
+    batch = _as_batch(example) if example is not None else next(iter(given.batches()))
+    flow = _Flow(given.model, given.weights, given.forward, _ones(batch))
+    with _linear(given.model):
+        if rounds == 1:
+            return dict(zip(given.weights, flow.scores(None), strict=True))
+        return dict(zip(given.weights, _iterate(flow.scores, rounds, sparsity), strict=True))
+
+
+def _iterate(scores_of: Callable[[list[Tensor] | None], list[Tensor]], rounds: int, sparsity: float) -> list[Tensor]:
+    """Remove round by round; the result ranks the weights by the order of their removal."""
+    keep: list[Tensor] | None = None
+    alive: Tensor | None = None  # flat positions that are left
+    ranking = torch.empty(0)
+    shapes: list[torch.Size] = []
+    for k in range(1, rounds + 1):
+        scores = scores_of(keep)
+        flat = torch.cat([s.flatten() for s in scores])
+        if alive is None:
+            shapes = [s.shape for s in scores]
+            alive = torch.arange(len(flat), device=flat.device)
+            ranking = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
+        order = alive[flat[alive].argsort(stable=True)]
+        left = round(len(flat) * (1 - sparsity) ** (k / rounds)) if k < rounds else 0  # the last round ranks the rest
+        ranking[order] = k + torch.arange(len(order), device=flat.device, dtype=torch.float64) / len(flat)
+        alive = order[len(order) - left :].sort().values
+        mask = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+        mask[alive] = True
+        keep = _unflatten(mask, shapes)
+    return _unflatten(ranking, shapes)
+
+
+def _unflatten(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class _Flow(nn.Module):
+    """R and its gradient, with float64 copies of the parameters in place of the model's own."""
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, nn.Parameter], forward: Forward, inputs: Any) -> None:
+        super().__init__()
+        self.network = model
+        self._call_network, self._inputs, self._names = forward, inputs, list(weights)
+        state: dict[str, Tensor] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor = tensor.detach()
+            if tensor.is_floating_point():
+                tensor = tensor.double().abs()
+                if "bias" in name.rpartition(".")[2]:
+                    tensor = torch.zeros_like(tensor)
+            state[name] = tensor
+        self._state = state
+
+    def forward(self) -> Tensor:
+        return self._call_network(self.network, self._inputs).sum()
+
+    def scores(self, keep: list[Tensor] | None) -> list[Tensor]:
+        """|θ| · ∂R/∂|θ| of each weight, with R over the weights in ``keep`` alone."""
+        weights = [self._state[name] for name in self._names]
+        if keep is not None:
+            weights = [weight * mask for weight, mask in zip(weights, keep, strict=True)]
+        with torch.enable_grad():
+            leaves = [weight.requires_grad_() for weight in (w.clone() for w in weights)]
+            state = self._state | dict(zip(self._names, leaves, strict=True))
+            flow = functional_call(self, {f"network.{name}": tensor for name, tensor in state.items()}, ())
+            if not bool(flow.isfinite()):
+                raise ValueError(
+                    f"the flow through the network is {float(flow)}: it leaves float64's range. SynFlow needs weights "
+                    "without NaN and a network that is not thousands of layers deep."
+                )
+            gradients = torch.autograd.grad(flow, leaves, allow_unused=True)
+        return [
+            torch.zeros_like(weight) if gradient is None else (weight * gradient).abs()
+            for weight, gradient in zip(weights, gradients, strict=True)
+        ]
+
+
+@contextmanager
+def _linear(model: nn.Module) -> Iterator[None]:
+    """Norms scale by |γ| and activation modules pass their input on, by hooks that are gone afterwards."""
+    handles = []
+    for module in model.modules():
+        if isinstance(module, _ACTIVATIONS):
+            handles.append(module.register_forward_hook(lambda _module, inputs, _output: inputs[0]))
+        elif "Norm" in type(module).__name__ and not list(module.children()):
+            handles.append(module.register_forward_hook(_scale))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _scale(module: nn.Module, inputs: tuple[Any, ...], _output: Any) -> Tensor:
+    x: Tensor = inputs[0]
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return x
+    if isinstance(module, _CHANNEL_NORMS):
+        weight = weight.reshape(1, -1, *(1,) * (x.ndim - 2))
+    scaled: Tensor = x * weight
+    return scaled
+
+
+def _ones(batch: Any) -> Any:
+    """The batch's first sample with ones for every floating-point input."""
+    if isinstance(batch, Tensor):
+        first = batch[:1] if batch.ndim else batch
+        return torch.ones_like(first, dtype=torch.float64) if first.is_floating_point() else first
+    if isinstance(batch, Mapping):
+        return {key: _ones(value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(_ones(value) for value in batch)
+    return batch
+
+
+def _as_batch(example: Any) -> Any:
+    """An example as a batch without targets."""
+    if isinstance(example, Mapping):
+        return example
+    return (*example, None) if isinstance(example, tuple | list) else (example, None)

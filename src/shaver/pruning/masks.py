@@ -1,0 +1,169 @@
+"""Masks: which weights are kept, by parameter name."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune as torch_prune
+from torch.optim import Optimizer
+
+from shaver.io import load_state, save_state
+from shaver.pruning.hold import Hold
+
+_FORMAT, _VERSION = "shaver.masks", 1
+
+
+class Masks(Mapping[str, Tensor]):
+    """A boolean tensor for each pruned parameter: true where the weight is kept.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> masks = Masks({"weight": torch.tensor([[True, False], [True, True]])})
+        >>> masks.apply_(layer)
+        >>> float(layer.weight[0, 1]), masks.sparsity
+        (0.0, 0.25)
+
+    ``masks & others`` keeps what both keep. :meth:`hold` keeps the zeros during further training.
+    """
+
+    def __init__(self, masks: Mapping[str, Tensor]) -> None:
+        for name, mask in masks.items():
+            if mask.dtype != torch.bool:
+                raise TypeError(
+                    f"the mask of {name!r} is {mask.dtype}; masks are boolean, true where a weight is kept."
+                )
+        self._masks = dict(masks)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._masks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masks)
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def __repr__(self) -> str:
+        return f"Masks({len(self)} parameters, {self.kept} of {self.total} weights kept, sparsity {self.sparsity:.4f})"
+
+    def __and__(self, other: "Mapping[str, Tensor]") -> "Masks":
+        """Keep what both keep; a parameter that only one of them names keeps that one's mask."""
+        both = self._masks | dict(other)
+        for name in self._masks.keys() & other.keys():
+            if self[name].shape != other[name].shape:
+                raise ValueError(
+                    f"the masks of {name!r} have shapes {tuple(self[name].shape)} and {tuple(other[name].shape)}."
+                )
+            both[name] = self[name] & other[name].to(self[name].device)
+        return Masks(both)
+
+    @property
+    def total(self) -> int:
+        """How many weights the masks cover."""
+        return sum(mask.numel() for mask in self.values())
+
+    @property
+    def kept(self) -> int:
+        """How many of them are kept."""
+        return sum(int(mask.sum()) for mask in self.values())
+
+    @property
+    def sparsity(self) -> float:
+        """The share that is removed, 0 for masks of nothing."""
+        return 1 - self.kept / self.total if self.total else 0.0
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The model's parameter for each mask; also where torch's own pruning has renamed ``weight`` ``weight_orig``.
+
+        Raises:
+            ValueError: The model has no such parameter, or one of another shape.
+        """
+        known = dict(model.named_parameters(remove_duplicate=False))
+        found = {}
+        for name, mask in self.items():
+            parameter = known.get(name, known.get(f"{name}_orig"))
+            if parameter is None:
+                raise ValueError(f"the masks name {name!r}, which {type(model).__name__} does not have.")
+            if parameter.shape != mask.shape:
+                raise ValueError(
+                    f"the mask of {name!r} has shape {tuple(mask.shape)}, the parameter {tuple(parameter.shape)}: "
+                    "the masks belong to another model."
+                )
+            found[name] = parameter
+        return found
+
+    def apply_(self, model: nn.Module) -> None:
+        """Set every masked weight to zero, in place; nothing is changed if any mask does not fit."""
+        parameters = self.parameters(model)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.masked_fill_(~self[name].to(parameter.device), 0)
+
+    def hold(self, model: nn.Module, optimizer: Optimizer | None = None) -> Hold:
+        """Zero the masked weights and keep them zero while training, momentum and weight decay included.
+
+        Gradients of masked weights are zeroed as they arrive, and after each step of ``optimizer`` so are the weights
+        and every optimizer state shaped like them. Without an optimizer the weights are zeroed before each forward
+        pass. ``release()`` ends it; the zeros are then ordinary weights and stay until something trains them.
+
+        Example::
+
+            with pruned.masks.hold(model, optimizer):
+                train(model, optimizer)     # fine-tuning
+        """
+        return Hold(self, model, optimizer)
+
+    def to_torch_prune(self, model: nn.Module) -> None:
+        """Hand the masks to ``torch.nn.utils.prune``: ``weight`` becomes ``weight_orig`` and ``weight_mask``."""
+        parameters = self.parameters(model)
+        for name in parameters:
+            owner, _, own = name.rpartition(".")
+            mask = self[name].to(parameters[name].device)
+            torch_prune.custom_from_mask(model.get_submodule(owner), own, mask)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def from_torch_prune(cls, model: nn.Module) -> "Masks":
+        """The masks that ``torch.nn.utils.prune`` holds on the model, under the parameters' original names.
+
+        Raises:
+            ValueError: There are none.
+        """
+        masks = {
+            name.removesuffix("_mask"): buffer.detach() != 0
+            for name, buffer in model.named_buffers()
+            if name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in dict(model.named_parameters())
+        }
+        if not masks:
+            raise ValueError(f"{type(model).__name__} holds no masks of torch.nn.utils.prune.")
+        return cls(masks)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file with one bit a weight."""
+        packed = {
+            name: {"shape": list(mask.shape), "bits": torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1)))}
+            for name, mask in self.items()
+        }
+        save_state(path, {"format": _FORMAT, "version": _VERSION, "masks": packed})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Masks":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: The file is damaged, or holds something else, or comes from a later version.
+        """
+        state = load_state(path)
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise ValueError(f"{path} does not hold masks; it was written by something else.")
+        if state["version"] != _VERSION:
+            raise ValueError(f"{path} has version {state['version']} of the format; this reads version {_VERSION}.")
+        masks = {}
+        for name, entry in state["masks"].items():
+            count = int(np.prod(entry["shape"], dtype=np.int64))
+            bits = entry["bits"].numpy()
+            if len(bits) != (count + 7) // 8:
+                raise ValueError(f"{path} is damaged: the mask of {name!r} does not fit its shape {entry['shape']}.")
+            masks[name] = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool)).reshape(entry["shape"])
+        return cls(masks)

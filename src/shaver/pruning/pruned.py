@@ -1,0 +1,243 @@
+"""``prune``: set the lowest-scored weights to zero, and report what was asked and what was reached."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shaver.batches import Forward, Targets
+from shaver.criteria import PosteriorLike, prunable
+from shaver.criteria.rules import input_dim
+from shaver.pruning.automatic import DEFAULT_NATS, check_nats, evidence_gain, loss_rise, removed_sum
+from shaver.pruning.masks import Masks
+from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
+from shaver.pruning.search import Quality, accuracy, highest_sparsity
+
+
+@dataclass(frozen=True)
+class PrunedLayer:
+    """One parameter's row in the report."""
+
+    name: str
+    shape: tuple[int, ...]
+    total: int
+    kept: int
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the parameter's weights that was removed."""
+        return 1 - self.kept / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What pruning did. ``print(pruned)`` shows a table.
+
+    Attributes:
+        requested: The sparsity asked for: a share, ``"auto"``, ``"2:4"`` or another N:M, or the tolerated drop.
+        masks: Which weights were kept; ``masks.hold(model, optimizer)`` keeps the zeros during fine-tuning.
+        layers: A row for each parameter.
+        evidence_change: Change of the log evidence by the removal under the diagonal Laplace model, −ΣG in nats; with
+            a posterior, else ``None``.
+        loss_rise: Expected rise of the loss summed over the data, Σ(δθ² + ½hθ²); with a posterior, else ``None``.
+        quality_before: Validation quality of the dense network, with ``max_drop``.
+        quality_after: The same of the pruned one.
+    """
+
+    requested: float | str
+    masks: Masks
+    layers: tuple[PrunedLayer, ...]
+    evidence_change: float | None = None
+    loss_rise: float | None = None
+    quality_before: float | None = None
+    quality_after: float | None = None
+
+    @property
+    def total(self) -> int:
+        """How many weights were prunable."""
+        return sum(layer.total for layer in self.layers)
+
+    @property
+    def kept(self) -> int:
+        """How many of them are left."""
+        return sum(layer.kept for layer in self.layers)
+
+    @property
+    def achieved(self) -> float:
+        """The sparsity reached over the prunable weights."""
+        return 1 - self.kept / self.total
+
+    def __str__(self) -> str:
+        width = max(9, *(len(layer.name) for layer in self.layers))
+        rows = [f"{'parameter':<{width}}  {'shape':>16}  {'weights':>10}  {'kept':>10}  sparsity"]
+        for layer in self.layers:
+            shape = "×".join(map(str, layer.shape))
+            rows.append(
+                f"{layer.name:<{width}}  {shape:>16}  {layer.total:>10}  {layer.kept:>10}  {layer.sparsity:8.4f}"
+            )
+        rows.append(f"{'all':<{width}}  {'':>16}  {self.total:>10}  {self.kept:>10}  {self.achieved:8.4f}")
+        asked = self.requested if isinstance(self.requested, str) else f"{self.requested:.4f}"
+        rows.append(f"requested {asked}, achieved {self.achieved:.4f}")
+        if self.evidence_change is not None and self.loss_rise is not None:
+            rows.append(f"log evidence {self.evidence_change:+.2f} nats, expected loss {self.loss_rise:+.3f}")
+        if self.quality_before is not None and self.quality_after is not None:
+            rows.append(f"validation quality {self.quality_before:.4f} before, {self.quality_after:.4f} after")
+        return "\n".join(rows)
+
+
+def prune(
+    model: nn.Module,
+    scores: Mapping[str, Tensor] | None,
+    sparsity: float | str | None = None,
+    *,
+    scope: str = "global",
+    cap: float = 1.0,
+    minimum: int = 0,
+    posterior: PosteriorLike | None = None,
+    nats: float = DEFAULT_NATS,
+    valid: Iterable[Any] | Quality | None = None,
+    max_drop: float | None = None,
+    forward: Forward | None = None,
+    targets: Targets | None = None,
+) -> Pruned:
+    """Set the weights with the lowest scores to zero.
+
+    Example:
+        >>> from shaver.criteria import score
+        >>> model = nn.Linear(10, 10)
+        >>> pruned = prune(model, score(model, "magnitude"), 0.9)
+        >>> pruned.achieved, int((model.weight != 0).sum())
+        (0.9, 10)
+
+    Nothing is changed unless everything fits: on an error the model is as it was.
+
+    Args:
+        model: The network; its weights are changed in place.
+        scores: From :func:`shaver.score`. With ``"auto"`` they only say which parameters may be pruned (``None``: all
+            prunable ones), for there the evidence ranks the weights.
+        sparsity: The share of the scored weights to remove, in [0, 1); ``"auto"`` removes what the evidence does not
+            pay for and needs ``posterior``; with ``max_drop`` the highest share to try (default: no limit).
+        scope: ``"global"`` ranks all weights together, ``"layer"`` takes the same share of each parameter, ``"2:4"``
+            (or another N:M) keeps N of each M weights in a row along the input dimension and needs no ``sparsity``.
+        cap: No parameter loses more than this share; the rest is removed elsewhere (under ``"auto"``, kept).
+        minimum: Each parameter keeps at least so many weights.
+        posterior: For ``"auto"``; with it every report says what the removal does to evidence and loss.
+        nats: Under ``"auto"`` a weight is kept if it brings at least so much evidence.
+        valid: Validation batches, whose accuracy is measured, or ``quality(model) -> float``, higher is better.
+        max_drop: Find the highest sparsity that loses at most so much of it (0.01 is one point of accuracy).
+        forward: ``forward(model, batch)`` for validation batches of another layout.
+        targets: ``targets(batch)`` for them.
+
+    Raises:
+        ValueError: An option is out of range or missing, or scores do not fit the model or are NaN.
+    """
+    names = list(scores) if scores is not None else list(prunable(model))
+    if scores is not None:
+        _check_fit(model, scores)
+    pattern = re.fullmatch(r"(\d+):(\d+)", scope)
+    if pattern is None and scope not in ("global", "layer"):
+        raise ValueError(f"unknown scope {scope!r}. Valid: 'global', 'layer', or N:M such as '2:4'.")
+    if (valid is None) != (max_drop is None):
+        raise ValueError("max_drop needs validation data, valid=…, and valid is only used with max_drop=….")
+    before = after = None
+    requested: float | str
+    if pattern is not None:
+        masks = _pattern_masks(model, scores, sparsity, (int(pattern[1]), int(pattern[2])), (cap, minimum), max_drop)
+        requested = scope
+    elif max_drop is not None:
+        assert valid is not None
+        if sparsity == "auto":
+            raise ValueError('sparsity="auto" needs no validation data; leave out max_drop, or give a share.')
+        limit = check_sparsity(sparsity) if sparsity is not None else 1.0
+        ranking = Ranking(_given(scores), scope=scope, cap=cap, minimum=minimum)
+
+        def quality(network: nn.Module) -> float:
+            return valid(network) if callable(valid) else accuracy(network, data, forward, targets)
+
+        data: Any = list(valid) if not callable(valid) and iter(valid) is valid else valid
+        masks, before, after = highest_sparsity(model, ranking, quality, max_drop=max_drop, limit=limit)
+        requested = f"a drop of at most {max_drop:g}"
+    elif sparsity == "auto":
+        masks = _automatic_masks(model, posterior, names, scope, cap, minimum, nats)
+        requested = "auto"
+    else:
+        if sparsity is None:
+            raise ValueError('say how much to remove: sparsity=0.95, sparsity="auto", scope="2:4" or max_drop=….')
+        requested = check_sparsity(sparsity)
+        masks = Ranking(_given(scores), scope=scope, cap=cap, minimum=minimum).at(requested)
+    change = rise = None
+    if posterior is not None:
+        change = -removed_sum(evidence_gain(model, posterior, names), masks)
+        rise = removed_sum(loss_rise(model, posterior, names), masks)
+    masks.apply_(model)
+    layers = tuple(PrunedLayer(n, tuple(m.shape), m.numel(), int(m.sum())) for n, m in masks.items())
+    return Pruned(requested, masks, layers, change, rise, before, after)
+
+
+def _given(scores: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    if scores is None:
+        raise ValueError('scores are missing; only sparsity="auto" can do without them. See shaver.score.')
+    return scores
+
+
+def _check_fit(model: nn.Module, scores: Mapping[str, Tensor]) -> None:
+    if not isinstance(scores, Mapping):
+        raise TypeError(f"scores are a dict of tensors by parameter name, not a {type(scores).__name__}.")
+    check_scores(scores)
+    known = dict(model.named_parameters())
+    for name, values in scores.items():
+        if name not in known:
+            raise ValueError(
+                f"there are scores for {name!r}, which {type(model).__name__} does not have: they belong to another "
+                "model."
+            )
+        if known[name].shape != values.shape:
+            raise ValueError(
+                f"the scores of {name!r} have shape {tuple(values.shape)}, the parameter "
+                f"{tuple(known[name].shape)}: they belong to another model."
+            )
+
+
+def _pattern_masks(
+    model: nn.Module,
+    scores: Mapping[str, Tensor] | None,
+    sparsity: float | str | None,
+    pattern: tuple[int, int],
+    limits: tuple[float, int],
+    max_drop: float | None,
+) -> Masks:
+    kept, of = pattern
+    if not 0 < kept < of:
+        raise ValueError(f"scope '{kept}:{of}' must keep fewer than it looks at, and at least one, as '2:4' does.")
+    if sparsity is not None and (isinstance(sparsity, str) or abs(check_sparsity(sparsity) - (1 - kept / of)) > 1e-9):
+        raise ValueError(
+            f"scope '{kept}:{of}' fixes the sparsity at {1 - kept / of:g}; leave out sparsity={sparsity!r}."
+        )
+    if limits != (1.0, 0) or max_drop is not None:
+        raise ValueError(f"scope '{kept}:{of}' leaves no choice: cap, minimum and max_drop do not go with it.")
+    chosen = _given(scores)
+    return n_of_m(chosen, kept, of, {name: input_dim(model, name) for name in chosen})
+
+
+def _automatic_masks(
+    model: nn.Module,
+    posterior: PosteriorLike | None,
+    names: list[str],
+    scope: str,
+    cap: float,
+    minimum: int,
+    nats: float,
+) -> Masks:
+    if posterior is None:
+        raise ValueError('sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).')
+    if scope != "global":
+        raise ValueError(f'sparsity="auto" judges each weight by itself; scope={scope!r} does not go with it.')
+    gains = evidence_gain(model, posterior, names)
+    masks = {name: gain >= check_nats(nats) for name, gain in gains.items()}
+    if (cap, minimum) != (1.0, 0):
+        for name, gain in gains.items():  # the best of each layer that the limits protect
+            ranking = Ranking({name: gain}, cap=cap, minimum=minimum)
+            masks[name] = masks[name] | ranking.removing(round(ranking.limit * ranking.total))[name]
+    return Masks(masks)

@@ -1,0 +1,223 @@
+"""From scores to masks: one sort, any number of sparsities, exact counts."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shaver.pruning.masks import Masks
+
+_Array = NDArray[np.floating]
+
+
+class Ranking:
+    """The order in which weights fall, ready to be cut at any sparsity.
+
+    Weights with equal scores fall in the order of their position: earlier parameters first, then earlier entries. So
+    a mask at a higher sparsity keeps a subset of what one at a lower sparsity keeps.
+
+    Args:
+        scores: A score tensor for each prunable parameter; the lowest fall first.
+        scope: ``"global"`` ranks all weights together; ``"layer"`` removes the same share of each parameter.
+        cap: No parameter loses more than this share of its weights; what it would lose beyond falls elsewhere.
+        minimum: Each parameter keeps at least so many weights (or all it has).
+
+    Raises:
+        ValueError: A score is NaN, or an option is out of range.
+    """
+
+    def __init__(
+        self, scores: Mapping[str, Tensor], *, scope: str = "global", cap: float = 1.0, minimum: int = 0
+    ) -> None:
+        check_scores(scores)
+        self._names, self._shapes = list(scores), [scores[name].shape for name in scores]
+        self._devices = [scores[name].device for name in scores]
+        layers = [_as_array(scores[name]) for name in scores]
+        self._sizes = [len(layer) for layer in layers]
+        self.total = sum(self._sizes)
+        self.scope = scope
+        protected = [_protected(size, cap, minimum) for size in self._sizes]
+        self._limits = [size - count for size, count in zip(self._sizes, protected, strict=True)]
+        if scope == "global":
+            self._open = _unprotected(layers, protected) if any(protected) else None
+            flat = np.concatenate(layers)
+            self._pools = [flat if self._open is None else flat[self._open]]
+        else:
+            self._open = None
+            self._pools = layers
+        self._sorted = [np.sort(pool) for pool in self._pools]
+
+    @property
+    def limit(self) -> float:
+        """The highest sparsity that the cap and the minimum allow."""
+        return sum(self._limits) / self.total
+
+    def at(self, sparsity: float) -> Masks:
+        """The masks that remove ``round(sparsity · total)`` weights."""
+        return self.removing(round(check_sparsity(sparsity) * self.total))
+
+    def removing(self, count: int) -> Masks:
+        """The masks that remove exactly ``count`` weights.
+
+        Raises:
+            ValueError: The cap and the minimum do not allow so many.
+        """
+        if count > sum(self._limits):
+            raise ValueError(
+                f"a sparsity of {count / self.total:.6g} is out of reach: with the cap and the minimum kept in each "
+                f"layer at most {self.limit:.6g} can be removed."
+            )
+        if self.scope == "global":
+            fallen = _lowest(self._pools[0], self._sorted[0], count)
+            if self._open is not None:
+                whole = np.zeros(self.total, dtype=bool)
+                whole[self._open] = fallen
+                fallen = whole
+            parts = np.split(~fallen, np.cumsum(self._sizes)[:-1])
+        else:
+            shares = share_out(count, self._sizes, self._limits)
+            parts = [~_lowest(pool, order, k) for pool, order, k in zip(self._pools, self._sorted, shares, strict=True)]
+        return Masks(
+            {
+                name: torch.from_numpy(part).reshape(shape).to(device)
+                for name, part, shape, device in zip(self._names, parts, self._shapes, self._devices, strict=True)
+            }
+        )
+
+
+def masks_at(
+    scores: Mapping[str, Tensor],
+    sparsities: Iterable[float],
+    *,
+    scope: str = "global",
+    cap: float = 1.0,
+    minimum: int = 0,
+) -> list[Masks]:
+    """Masks at many sparsities from one sort; the model is not needed and not touched.
+
+    Example:
+        >>> [m.kept for m in masks_at({"weight": torch.arange(10.0)}, [0.2, 0.5, 0.9])]
+        [8, 5, 1]
+
+    Args:
+        scores: From :func:`shaver.score`.
+        sparsities: Shares to remove, each in [0, 1).
+        scope: ``"global"`` or ``"layer"``.
+        cap: See :class:`Ranking`.
+        minimum: See :class:`Ranking`.
+    """
+    levels = [check_sparsity(sparsity) for sparsity in sparsities]
+    ranking = Ranking(scores, scope=scope, cap=cap, minimum=minimum)
+    return [ranking.at(level) for level in levels]
+
+
+def n_of_m(scores: Mapping[str, Tensor], kept: int, of: int, input_dims: Mapping[str, int]) -> Masks:
+    """Keep the ``kept`` best of each ``of`` weights in a row along the input dimension, each layer by itself.
+
+    The last group of a row may be shorter, r < ``of``; it keeps ⌈r · kept / of⌉. So a kernel with one input channel
+    stays as it is. Ties fall in the order of position.
+    """
+    check_scores(scores)
+    masks = {}
+    for name, values in scores.items():
+        rows = values.movedim(input_dims[name], -1)
+        width = rows.shape[-1]
+        pieces = []
+        for start, stop, group in ((0, width - width % of, of), (width - width % of, width, width % of)):
+            if group == 0 or start == stop:
+                continue
+            piece = rows[..., start:stop].reshape(*rows.shape[:-1], -1, group)
+            drop = group - math.ceil(group * kept / of)
+            fallen = piece.argsort(dim=-1, stable=True)[..., :drop]
+            keep = torch.ones_like(piece, dtype=torch.bool).scatter_(-1, fallen, False)
+            pieces.append(keep.reshape(*rows.shape[:-1], stop - start))
+        masks[name] = torch.cat(pieces, -1).movedim(-1, input_dims[name]).contiguous()
+    return Masks(masks)
+
+
+def check_sparsity(sparsity: object) -> float:
+    """A share in [0, 1) as a float, or a ``ValueError`` that says what was probably meant."""
+    if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+        hint = ""
+        if isinstance(sparsity, int | float) and 1 <= sparsity < 100:
+            hint = f" For {sparsity} % write sparsity={sparsity / 100:g}."
+        raise ValueError(f"sparsity is the share of weights to remove, in [0, 1), not {sparsity!r}.{hint}")
+    return float(sparsity)
+
+
+def check_scores(scores: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` for no scores at all, and for NaN, with the parameter's name."""
+    if not scores or not any(values.numel() for values in scores.values()):
+        raise ValueError("there are no scores: nothing to prune.")
+    for name, values in scores.items():
+        if bool(values.isnan().any()):
+            raise ValueError(f"{int(values.isnan().sum())} scores of {name!r} are NaN; they cannot be ranked.")
+
+
+def share_out(count: int, sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """Split ``count`` over layers in proportion to their sizes, none above its limit, exactly.
+
+    A layer at its limit passes the rest on to the others, again in proportion; the last whole weights go to the
+    largest remainders, earlier layers first.
+    """
+    exact = [0.0] * len(sizes)
+    open_layers, left = list(range(len(sizes))), float(count)
+    while open_layers:
+        share = left / sum(sizes[i] for i in open_layers)
+        full = [i for i in open_layers if share * sizes[i] >= limits[i]]
+        if not full:
+            for i in open_layers:
+                exact[i] = share * sizes[i]
+            break
+        for i in full:
+            exact[i] = limits[i]
+            left -= limits[i]
+        open_layers = [i for i in open_layers if i not in full]
+    # A share of 3.0000000004 is three: floating point must not hand out a weight of its own.
+    shares = [min(math.floor(value + 1e-6), limit) for value, limit in zip(exact, limits, strict=True)]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: shares[i] - exact[i])
+    while (missing := count - sum(shares)) > 0:
+        for i in [i for i in by_remainder if shares[i] < limits[i]][:missing]:
+            shares[i] += 1
+    return shares
+
+
+def _lowest(pool: _Array, order: _Array, count: int) -> NDArray[np.bool_]:
+    """Where the ``count`` lowest are; of those equal to the threshold, the first ones in position."""
+    if count == 0:
+        return np.zeros(len(pool), dtype=bool)
+    threshold = order[count - 1]
+    fallen: NDArray[np.bool_] = pool < threshold
+    ties = count - int(np.searchsorted(order, threshold, side="left"))
+    equal = np.flatnonzero(pool == threshold)
+    fallen[equal[:ties]] = True
+    return fallen
+
+
+def _protected(size: int, cap: float, minimum: int) -> int:
+    if not 0 < cap <= 1:
+        raise ValueError(f"cap is the largest share a layer may lose, in (0, 1], not {cap!r}.")
+    if minimum < 0 or int(minimum) != minimum:
+        raise ValueError(f"minimum is how many weights each layer keeps, a whole number from 0, not {minimum!r}.")
+    return min(size, max(int(minimum), math.ceil((1 - cap) * size - 1e-9)))
+
+
+def _unprotected(layers: list[_Array], protected: list[int]) -> NDArray[np.intp]:
+    """Flat positions of the weights that are not among the best of their layer."""
+    parts, offset = [], 0
+    for layer, count in zip(layers, protected, strict=True):
+        free = _lowest(layer, np.sort(layer), len(layer) - count)
+        parts.append(np.flatnonzero(free) + offset)
+        offset += len(layer)
+    return np.concatenate(parts)
+
+
+def _as_array(values: Tensor) -> _Array:
+    flat = values.detach().reshape(-1).cpu()
+    if not flat.is_floating_point() or flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.double() if not flat.is_floating_point() else flat.float()
+    array: _Array = flat.numpy()
+    return array

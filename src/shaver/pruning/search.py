@@ -1,0 +1,89 @@
+"""The highest sparsity within a tolerated loss of quality, by bisection on validation data."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shaver.batches import Forward, Targets, forward_of, targets_of
+from shaver.criteria.scoring import evaluating
+from shaver.pruning.masks import Masks
+from shaver.pruning.ranking import Ranking
+
+#: Quality of a model, higher is better.
+Quality = Callable[[nn.Module], float]
+
+
+def accuracy(
+    model: nn.Module, batches: Iterable[Any], forward: Forward | None = None, targets: Targets | None = None
+) -> float:
+    """The share of samples (or tokens) whose highest output is the target; targets below zero do not count."""
+    outputs_of, labels_of = forward or forward_of, targets or targets_of
+    right = counted = 0
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for batch in batches:
+            predicted, labels = outputs_of(model, batch).argmax(-1), labels_of(batch)
+            if predicted.shape != labels.shape:
+                raise ValueError(
+                    f"predictions of shape {tuple(predicted.shape)} do not fit targets of shape "
+                    f"{tuple(labels.shape)}; valid=lambda model: … measures another quality."
+                )
+            valid = labels >= 0
+            right += int((predicted == labels)[valid].sum())
+            counted += int(valid.sum())
+    if not counted:
+        raise ValueError("the validation data are empty.")
+    return right / counted
+
+
+def highest_sparsity(
+    model: nn.Module,
+    ranking: Ranking,
+    quality: Quality,
+    *,
+    max_drop: float,
+    limit: float,
+    tolerance: float = 0.001,
+) -> tuple[Masks, float, float]:
+    """Bisect for the highest sparsity up to ``limit`` whose quality is at most ``max_drop`` below the dense one's.
+
+    The upper end is tried first. Quality need not fall evenly: the result was measured to be within the tolerance,
+    and the next sparsity tried above it was not. The weights are put back after each trial, also after an error.
+
+    Returns:
+        The masks, the quality before and the quality with them.
+    """
+    if not max_drop >= 0:
+        raise ValueError(f"max_drop is how much quality may be lost, from 0, not {max_drop!r}.")
+    total = ranking.total
+    before = quality(model)
+    best, best_quality = ranking.removing(0), before
+
+    def within(count: int) -> bool:
+        nonlocal best, best_quality
+        masks = ranking.removing(count)
+        reached = _with_masks(model, masks, quality)
+        if reached < before - max_drop:
+            return False
+        best, best_quality = masks, reached
+        return True
+
+    low, high = 0, round(min(limit, ranking.limit) * total)
+    if within(high):
+        return best, before, best_quality
+    while high - low > max(1, round(tolerance * total)):
+        middle = (low + high) // 2
+        low, high = (middle, high) if within(middle) else (low, middle)
+    return best, before, best_quality
+
+
+def _with_masks(model: nn.Module, masks: Masks, quality: Quality) -> float:
+    kept = {name: parameter.detach().clone() for name, parameter in masks.parameters(model).items()}
+    try:
+        masks.apply_(model)
+        return quality(model)
+    finally:
+        with torch.no_grad():
+            for name, parameter in masks.parameters(model).items():
+                parameter.copy_(kept[name])
