@@ -1,0 +1,63 @@
+"""When training blows up: stop at once, and say what was not finite and where."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Diverged(RuntimeError):
+    """Training produced a number that is not finite.
+
+    Attributes:
+        epoch: The epoch, counted from 1.
+        step: The optimizer step since the start of training, counted from 1.
+        culprit: What was not finite, in words.
+    """
+
+    def __init__(self, epoch: int, step: int, culprit: str, advice: str) -> None:
+        super().__init__(f"training diverged in epoch {epoch}, step {step}: {culprit}. {advice}")
+        self.epoch, self.step, self.culprit = epoch, step, culprit
+
+
+def explain_loss(model: nn.Module, batch: Any, outputs: Tensor, loss: float) -> str:
+    """Say why the loss of a batch is not finite: the data, a parameter, or the outputs."""
+    if found := _first_bad(_tensors(batch)):
+        return f"the loss is {loss} because the batch itself has values that are not finite ({found})"
+    if found := _first_bad(model.named_parameters()):
+        return f"the loss is {loss} because parameter {found}"
+    if found := _first_bad(model.named_buffers()):
+        return f"the loss is {loss} because buffer {found}"
+    if found := _first_bad([("outputs", outputs)]):
+        return f"the loss is {loss} although data and parameters are finite: the network's {found}"
+    return f"the loss is {loss} although data, parameters and outputs are finite"
+
+
+def explain_gradient(model: nn.Module) -> str | None:
+    """Name the first gradient that is not finite; ``None`` if all are."""
+    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    found = _first_bad(gradients)
+    return f"the loss is finite but the gradient of {found}" if found else None
+
+
+def explain_parameters(model: nn.Module) -> str | None:
+    """Name the first parameter that is not finite; ``None`` if all are."""
+    found = _first_bad(model.named_parameters())
+    return f"parameter {found} at the end of the epoch" if found else None
+
+
+def _first_bad(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    for name, tensor in tensors:
+        if tensor.is_floating_point():
+            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+            if bad:
+                return f"{name!r} is not finite in {bad} of {tensor.numel()} places"
+    return None
+
+
+def _tensors(batch: Any) -> Iterable[tuple[str, Tensor]]:
+    entries = (
+        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple | list) else []
+    )
+    return [(str(key), value) for key, value in entries if isinstance(value, Tensor)]

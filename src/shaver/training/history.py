@@ -1,0 +1,69 @@
+"""What training looked like: one row an epoch, and where the rows go (a file, TensorBoard, a user's logger)."""
+
+import csv
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shaver.io import write_text
+
+if TYPE_CHECKING:
+    from shaver.evidence import Posterior
+
+
+class Logger(Protocol):
+    """Anything with ``log(row, step)``, such as a run of an experiment tracker."""
+
+    def log(self, row: dict[str, Any], step: int) -> object:
+        """Take one epoch's row; ``step`` is the epoch, counted from 1."""
+
+
+class History(list[dict[str, Any]]):
+    """One dict an epoch: ``epoch``, ``loss``, ``lr``, ``seconds`` and, where they exist, validation and evidence.
+
+    Example:
+        >>> history = shaver.fit(model, train, valid, method="map", epochs=2)  # doctest: +SKIP
+        >>> history[-1]["valid_accuracy"], history.column("loss")              # doctest: +SKIP
+        >>> history.to_csv("history.csv")                                      # doctest: +SKIP
+
+    Attributes:
+        posterior: What SpaM learned, ready for ``shaver.score(model, "opd", posterior=…)``; ``None`` for MAP and L1.
+    """
+
+    posterior: "Posterior | None" = None
+
+    def column(self, name: str) -> list[Any]:
+        """One quantity over the epochs; ``None`` where an epoch did not have it."""
+        return [row.get(name) for row in self]
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as a table with one header line, atomically."""
+        columns = list(dict.fromkeys(name for row in self for name in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self)
+        write_text(path, text.getvalue())
+
+
+class TensorBoard:
+    """Writes every number of a row as a curve into ``folder``."""
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError('logger="tensorboard" needs TensorBoard: pip install "shaver[track]".') from error
+        # After a crash the epochs that are done again must not appear twice.
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        """One curve a column."""
+        for name, value in row.items():
+            if name != "epoch":
+                self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()  # type: ignore[no-untyped-call]

@@ -1,0 +1,104 @@
+"""L1 training: the penalty as a proximal step, and a small search for its coefficient."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shaver.training.history import History
+from shaver.training.optimizers import effective_step
+
+
+@torch.no_grad()
+def soft_threshold(optimizer: Optimizer, coefficient: float) -> None:
+    """The proximal step of λ‖θ‖₁ after an optimizer's step: θ ← sign(θ) · max(|θ| − ηλ, 0).
+
+    η is the optimizer's effective step, so that at a fixed point the gradient of the mean loss balances λ under
+    momentum and under Adam alike. Unlike a subgradient it makes weights exactly zero and never oscillates around it.
+    Only weights with two or more dimensions are penalised: biases and norm parameters are not what gets pruned.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.ndim >= 2 and parameter.grad is not None:
+                amount = effective_step(optimizer, group, parameter) * coefficient
+                shrunk = (parameter.abs() - amount).clamp_min(0)
+                parameter.copy_(torch.copysign(shrunk, parameter))
+
+
+def l1_norm(model: nn.Module) -> Tensor:
+    """‖θ‖₁ over the penalised weights."""
+    return torch.stack([p.detach().abs().sum() for p in model.parameters() if p.requires_grad and p.ndim >= 2]).sum()
+
+
+@dataclass(frozen=True)
+class L1Search:
+    """What :func:`search_l1` found.
+
+    Attributes:
+        coefficient: The chosen λ.
+        model: The network trained with it.
+        history: Its training.
+        rows: One dict for every λ tried: ``l1``, ``valid_loss``, ``valid_accuracy`` (classification), ``zeros``
+            (the share of weights that are exactly zero).
+    """
+
+    coefficient: float
+    model: nn.Module
+    history: History
+    rows: list[dict[str, float]]
+
+
+def search_l1(
+    factory: Callable[[], nn.Module],
+    train: Any,
+    valid: Any,
+    *,
+    coefficients: Sequence[float] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3),
+    tolerance: float = 0.005,
+    **fit_options: Any,
+) -> L1Search:
+    """Train once for every coefficient and choose the *largest* that costs at most ``tolerance`` on ``valid``.
+
+    The best validation score alone would choose the weakest penalty nearly always; the point of L1 is sparsity, so
+    the strongest penalty whose accuracy is within ``tolerance`` of the best is taken (for regression: whose
+    validation loss is within ``tolerance`` nats).
+
+    Example:
+        >>> found = search_l1(lambda: LeNet(), train, valid, epochs=10)  # doctest: +SKIP
+        >>> found.coefficient, found.model                               # doctest: +SKIP
+
+    Args:
+        factory: Makes a fresh network; called once a coefficient, each time under the same seed.
+        train: As for :func:`shaver.fit`.
+        valid: Validation data; never the test set.
+        coefficients: The λ to try.
+        tolerance: The loss of validation accuracy (or nats) worth paying for sparsity.
+        **fit_options: Passed to :func:`shaver.fit`; ``folder`` gets a subfolder for each λ.
+    """
+    from shaver.training.fitting import fit  # the loop applies soft_threshold, so it imports this module
+
+    if valid is None or not coefficients:
+        raise ValueError("search_l1 needs validation data and at least one coefficient.")
+    if clash := {"method", "l1"} & fit_options.keys():
+        raise ValueError(f"search_l1 sets {', '.join(sorted(clash))} itself; leave it out.")
+    folder = fit_options.pop("folder", None)
+    tried: list[tuple[float, nn.Module, History, dict[str, float]]] = []
+    for coefficient in sorted(coefficients):
+        with torch.random.fork_rng():
+            torch.manual_seed(fit_options.get("seed", 0))
+            model = factory()
+        place = None if folder is None else f"{folder}/l1_{coefficient:g}"
+        history = fit(model, train, valid, method="l1", l1=coefficient, folder=place, **fit_options)
+        weights = [p.detach() for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+        zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+        row: dict[str, float] = {
+            key: history[-1][key] for key in ("valid_loss", "valid_accuracy") if key in history[-1]
+        }
+        tried.append((coefficient, model, history, {"l1": coefficient, **row, "zeros": zeros}))
+    costs = [1 - row["valid_accuracy"] if "valid_accuracy" in row else row["valid_loss"] for *_, row in tried]
+    chosen = max(i for i, cost in enumerate(costs) if cost <= min(costs) + tolerance)
+    coefficient, model, history, _ = tried[chosen]
+    return L1Search(coefficient, model, history, [row for *_, row in tried])

@@ -1,0 +1,93 @@
+"""The optimizer by name, function or object; its learning rate over time; the step it effectively takes."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shaver.naming import check_name
+
+#: An optimizer by name, by a function of the parameters, or the object itself.
+OptimizerLike = str | Callable[[Iterable[nn.Parameter]], Optimizer] | Optimizer
+#: The learning rate's factor as a function of the share of training done, 0 to 1; or its name.
+ScheduleLike = str | Callable[[float], float]
+
+#: Learning rate where the user gives none.
+DEFAULT_LR = {"sgd": 0.03, "adam": 1e-3, "adamw": 1e-3}
+#: Where the cosine ends.
+LAST_LR = 1e-6
+SCHEDULES = ("cosine", "constant")
+
+
+def build_optimizer(
+    optimizer: OptimizerLike, model: nn.Module, lr: float | None, weight_decay: float | None
+) -> Optimizer:
+    """An optimizer over the model's trainable parameters.
+
+    ``"sgd"`` has momentum 0.9. ``weight_decay`` is L2 for SGD and Adam, decoupled for AdamW; the named optimizers get
+    zero if it is ``None``. A function or an object brings its own learning rate and weight decay.
+
+    Raises:
+        ValueError: Unknown name; ``lr`` or ``weight_decay`` beside an optimizer that has its own; a foreign optimizer.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("the model has no trainable parameters (requires_grad is False or there are none).")
+    if isinstance(optimizer, str):
+        name = check_name("optimizer", optimizer, DEFAULT_LR)
+        rate = DEFAULT_LR[name] if lr is None else lr
+        if not (rate > 0 and math.isfinite(rate)):
+            raise ValueError(f"lr must be positive and finite, not {lr!r}.")
+        decay = weight_decay or 0.0
+        if name == "sgd":
+            return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=decay)
+        kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+        return kind(parameters, lr=rate, weight_decay=decay)
+    for option, value in {"lr": lr, "weight_decay": weight_decay}.items():
+        if value is not None:
+            raise ValueError(f"{option}={value!r} has no effect on the given optimizer; set it there and leave it out.")
+    built = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
+    if not isinstance(built, Optimizer):
+        raise TypeError(f"the optimizer function must return a torch.optim.Optimizer, not {built!r}.")
+    known = {id(p) for group in built.param_groups for p in group["params"]}
+    if not any(id(p) in known for p in parameters):
+        raise ValueError(
+            f"the given {type(built).__name__} holds none of the model's trainable parameters; "
+            "was the model copied or moved after the optimizer was made?"
+        )
+    return built
+
+
+def check_schedule(schedule: ScheduleLike) -> None:
+    """Raise where the schedule is neither a known name nor a function."""
+    if not callable(schedule):
+        check_name("schedule", schedule, SCHEDULES)
+
+
+def scheduled_lr(schedule: ScheduleLike, base: float, progress: float) -> float:
+    """The learning rate after the share ``progress`` of training. The cosine runs from ``base`` to 1e-6."""
+    if callable(schedule):
+        return base * schedule(progress)
+    if schedule == "constant":
+        return base
+    last = min(LAST_LR, base)
+    return last + (base - last) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def effective_step(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> float | Tensor:
+    """η such that a constant gradient g moves the parameter by −η g a step, once the optimizer's averages settle.
+
+    SGD: lr (1 − dampening)/(1 − momentum). Adam's family: lr/(√v̂ + ε) for each weight. Others: lr.
+    """
+    lr = float(group["lr"])
+    state = optimizer.state.get(parameter, {})
+    if "exp_avg_sq" in state and "betas" in group:
+        second: Tensor = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+        correction = 1 - group["betas"][1] ** float(state["step"])
+        rate: Tensor = lr / ((second / correction).sqrt() + group["eps"])
+        return rate
+    momentum = float(group.get("momentum", 0.0))
+    return lr * (1 - float(group.get("dampening", 0.0))) / (1 - momentum) if momentum else lr

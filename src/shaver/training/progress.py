@@ -1,0 +1,57 @@
+"""A bar for the terminal: which epoch, how far, the loss, and the numbers of the last epoch."""
+
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+
+class Progress:
+    """Does nothing unless ``shown``: the library is silent by default."""
+
+    def __init__(self, method: str, epochs: int, batches: int, done: int, *, shown: bool) -> None:
+        self._label, self._epochs, self._epoch = method, epochs, done
+        self._last = ""
+        self._bar: RichProgress | None = None
+        self._task = TaskID(0)
+        if shown:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+            )
+            self._bar = RichProgress(*columns)
+            self._task = self._bar.add_task(
+                self._describe(), total=epochs * batches, completed=done * batches, numbers=""
+            )
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _describe(self) -> str:
+        return f"{self._label}  epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}"
+
+    def advance(self, batches: int, loss: float) -> None:
+        """Some batches are done; ``loss`` is the epoch's mean so far."""
+        if self._bar is not None:
+            self._bar.update(
+                self._task, advance=batches, description=self._describe(), numbers=f"loss {loss:.4f}{self._last}"
+            )
+
+    def end_epoch(self, row: dict[str, Any]) -> None:
+        """An epoch is complete."""
+        self._epoch = row["epoch"]
+        shown = {"valid_accuracy": "  valid {:.2%}", "log_evidence": "  evidence {:.0f}"}
+        self._last = "".join(text.format(row[key]) for key, text in shown.items() if row.get(key) is not None)
+        if self._bar is not None:
+            self._bar.update(self._task, numbers=f"loss {row['loss']:.4f}{self._last}")

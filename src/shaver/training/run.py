@@ -1,0 +1,261 @@
+"""One training run: what changes while it goes on, and how it is saved."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shaver.batches import Forward, Targets, batch_size_of
+from shaver.likelihoods import Classification, Likelihood
+from shaver.naming import check_name
+from shaver.training import checkpoints, divergence
+from shaver.training.divergence import Diverged
+from shaver.training.history import History, Logger, TensorBoard
+from shaver.training.lasso import l1_norm, soft_threshold
+from shaver.training.optimizers import OptimizerLike, build_optimizer, scheduled_lr
+from shaver.training.options import AMP_TYPES, Options
+from shaver.training.progress import Progress
+from shaver.training.sources import Source, chunks, to_device
+
+if TYPE_CHECKING:
+    from shaver.spam import SpaM
+
+
+class Run:
+    """The state of a run and the rules that move it: a step, an epoch, a checkpoint."""
+
+    optimizer: torch.optim.Optimizer
+    scaler: "torch.amp.GradScaler | None"
+    spam: "SpaM | None"
+    base_lrs: list[float]
+    folder: Path | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Source,
+        valid: Source | None,
+        likelihood: Likelihood,
+        forward: Forward,
+        targets: Targets,
+        config: dict[str, Any],
+        options: Options,
+    ) -> None:
+        self.model, self.train, self.valid, self.likelihood = model, train, valid, likelihood
+        self.forward, self.targets, self.options = forward, targets, options
+        self.config = checkpoints.describe(config)
+        self.method, self.epochs = str(config["method"]), int(config["epochs"])
+        self.l1 = float(config["l1"] or 0.0)
+        self.device = next(model.parameters()).device
+        self.steps_per_epoch = -(-train.count // options.accumulate)
+        self.history, self.epoch, self.step, self.finished = History(), 0, 0, False
+        self._checked = False
+
+    def prepare(
+        self, optimizer: OptimizerLike, lr: float | None, spam: dict[str, Any], folder: Path | None, resume: bool
+    ) -> None:
+        """Make the optimizer and SpaM, then take back a checkpoint if there is one."""
+        decay = self.options.weight_decay
+        if decay is None and self.method == "map" and isinstance(optimizer, str):
+            decay = 1 / self.train.data_size
+        self.optimizer = build_optimizer(optimizer, self.model, lr, decay)
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.options.amp == "float16" else None
+        self.spam = self._attach_spam(spam) if self.method == "spam" else None
+        self.folder = folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoints.clear(folder, checkpoints=not resume)
+            if (found := checkpoints.load_newest(folder)) is not None:
+                path, state = found
+                checkpoints.check_same(path, state["config"], self.config)
+                self._restore(state)
+
+    def _attach_spam(self, spam: dict[str, Any]) -> "SpaM":
+        from shaver.spam import SpaM  # MAP and L1 need none of it
+
+        return SpaM(
+            self.model,
+            self.train.data_size,
+            likelihood=self.likelihood,
+            **{"total_steps": self.epochs * self.steps_per_epoch, "seed": self.config["seed"], **spam},
+        )
+
+    def train_epoch(self, bar: Progress) -> dict[str, Any]:
+        """One pass over the data; then validation, evidence, the row and the checkpoint."""
+        began = time.perf_counter()
+        self.model.train()
+        total, seen, lr = 0.0, 0, 0.0
+        for group in chunks(self.train.epoch(self.epoch), self.options.accumulate):
+            lr = self._set_lr()
+            loss, size = self._take_step(group)
+            total, seen = total + loss, seen + size
+            bar.advance(len(group), total / seen)
+        if not seen:
+            raise ValueError(f"train gave no batches in epoch {self.epoch + 1}; it had {self.train.count} before.")
+        self._checked = True
+        if self.spam is not None:
+            self.spam.end_epoch(self.train.epoch(self.epoch))
+        if found := divergence.explain_parameters(self.model):
+            raise self._diverged(found)
+        self.epoch += 1
+        row: dict[str, Any] = {"epoch": self.epoch, "loss": total / seen, "lr": lr}
+        if self.l1:
+            row["penalty"] = self.l1 * float(l1_norm(self.model))
+        if self.valid is not None:
+            row |= self._validate(self.valid)
+        if self.spam is not None:
+            row |= self.spam.statistics()
+        row["seconds"] = time.perf_counter() - began
+        self.history.append(row)
+        self.finished = self.epoch >= self.epochs or self._evidence_stalled()
+        if self.folder is not None:
+            checkpoints.save_checkpoint(self.folder, self.epoch, self._state())
+            self.history.to_csv(self.folder / "history.csv")
+        bar.end_epoch(row)
+        return row
+
+    def _take_step(self, group: list[Any]) -> tuple[float, int]:
+        """One optimizer step on one or more batches; returns the summed loss and the number of samples."""
+        self.optimizer.zero_grad(set_to_none=True)
+        size = sum(batch_size_of(batch) for batch in group)
+        total = 0.0
+        for batch in group:
+            batch = to_device(batch, self.device)
+            with self._autocast():
+                outputs = self.forward(self.model, batch)
+                expected = self.targets(batch)
+                if not self._checked:  # every batch of the first epoch; later ones cost nothing
+                    self.likelihood.check(outputs, expected)
+                loss = self.likelihood.nll(outputs, expected).sum() / size
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                raise self._diverged(divergence.explain_loss(self.model, batch, outputs, value), ahead=1)
+            total += value * size
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        self.step += 1
+        self._apply()
+        return total, size
+
+    def _apply(self) -> None:
+        """Check and clip the gradient, then step by the method's rule."""
+        if self.scaler is not None and self.options.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if self.scaler is None:  # a scaler meets infinite gradients by design and skips the step itself
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            if not math.isfinite(float(norm)):
+                found = divergence.explain_gradient(self.model)
+                raise self._diverged(found or f"the norm of the gradient is {float(norm)}")
+        if self.options.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.options.clip)
+        if self.spam is not None:
+            self.spam.step(self.optimizer, scaler=self.scaler)
+        elif self.scaler is not None:
+            self.scaler.step(self.optimizer)
+        else:
+            self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        if self.l1:
+            soft_threshold(self.optimizer, self.l1)
+
+    def release(self) -> None:
+        """Leave no gradients behind, and give a user's own optimizer its learning rate back."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base
+
+    def _set_lr(self) -> float:
+        share = self.step / max(1, self.epochs * self.steps_per_epoch - 1)  # the last step has the last rate
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = scheduled_lr(self.options.schedule, base, share)
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def _validate(self, source: Source) -> dict[str, float]:
+        self.model.eval()
+        loss, correct, labels, seen = 0.0, 0, 0, 0
+        for batch in source.epoch(0):
+            batch = to_device(batch, self.device)
+            outputs, expected = self.forward(self.model, batch), self.targets(batch)
+            loss += float(self.likelihood.nll(outputs, expected).sum())
+            seen += batch_size_of(batch)
+            if isinstance(self.likelihood, Classification):
+                counted = expected != self.likelihood.ignore_index
+                correct += int((outputs.argmax(self.likelihood.class_dim) == expected)[counted].sum())
+                labels += int(counted.sum())
+        return {"valid_loss": loss / seen} | ({"valid_accuracy": correct / labels} if labels else {})
+
+    def _evidence_stalled(self) -> bool:
+        patience = self.options.early_stopping
+        evidences = [row["log_evidence"] for row in self.history if row.get("log_evidence") is not None]
+        if patience is None or len(evidences) <= patience:
+            return False
+        return bool(max(evidences[-patience:]) <= max(evidences[:-patience]))
+
+    def _diverged(self, culprit: str, ahead: int = 0) -> Diverged:
+        if self.folder is None:
+            rest = "no folder was given, so there is no checkpoint to go back to."
+        else:
+            rest = (
+                f"the state after epoch {self.epoch} is in {self.folder}." if self.epoch else "no epoch was complete."
+            )
+        advice = f"A smaller lr, clip=1.0 or cleaner data usually help; {rest}"
+        return Diverged(self.epoch + 1, self.step + ahead, culprit, advice)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.options.amp is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, AMP_TYPES[self.options.amp])
+
+    @contextmanager
+    def sink(self, logger: Logger | str | None) -> Iterator[Logger | None]:
+        """The user's logger, or a TensorBoard writer that is closed at the end."""
+        if isinstance(logger, str):
+            check_name("logger", logger, ["tensorboard"])
+            assert self.folder is not None
+            writer = TensorBoard(self.folder / "tensorboard", purge_step=self.epoch + 1)
+            try:
+                yield writer
+            finally:
+                writer.close()
+        else:
+            yield logger
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "epoch": self.epoch,
+            "step": self.step,
+            "finished": self.finished,
+            "history": list(self.history),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "base_lrs": self.base_lrs,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "spam": None if self.spam is None else self.spam.state_dict(),
+            "likelihood": self.likelihood.state(),
+            "random": checkpoints.random_state(),
+            "generators": [generator.get_state() for generator in self.train.generators()],
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.epoch, self.step, self.finished = state["epoch"], state["step"], state["finished"]
+        self.history.extend(state["history"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.base_lrs = state["base_lrs"]
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.spam is not None:
+            self.spam.load_state_dict(state["spam"])
+        self.likelihood.load_state(state["likelihood"])
+        checkpoints.set_random_state(state["random"])
+        for generator, saved in zip(self.train.generators(), state["generators"], strict=True):
+            generator.set_state(saved)

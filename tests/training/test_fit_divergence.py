@@ -1,0 +1,85 @@
+"""When a number stops being finite, training stops and says which one and where."""
+
+import pytest
+import torch
+from problems import batches, network
+from torch import nn
+
+from shaver.io import load_state
+from shaver.training import Diverged, fit
+
+
+def test_a_nan_in_the_data_is_named_as_such():
+    data = batches()
+    data[2][0][3, 1] = float("nan")
+    with pytest.raises(
+        Diverged, match=r"epoch 1, step 3: .*batch itself.*'0' is not finite in 1 of 96 places"
+    ) as error:
+        fit(network(), data, method="map", epochs=2)
+    assert (error.value.epoch, error.value.step) == (1, 3)
+
+
+def test_a_parameter_that_is_not_finite_is_named():
+    model = network()
+    with torch.no_grad():
+        model[4].weight[0, 0] = float("inf")
+    with pytest.raises(Diverged, match=r"parameter '4.weight' is not finite in 1 of 36 places"):
+        fit(model, batches(), method="map", epochs=1)
+
+
+class _SquareRootOfZero(nn.Module):
+    """Finite forward, infinite gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(3))
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.linear(x) * (1 + self.scale.sqrt())
+
+
+def test_a_gradient_that_is_not_finite_is_named_before_it_ruins_the_weights():
+    model = _SquareRootOfZero()
+    with pytest.raises(Diverged, match=r"epoch 1, step 1: the loss is finite but the gradient of 'scale'"):
+        fit(model, batches(), method="map", epochs=1)
+    assert torch.isfinite(model.linear.weight).all()
+    assert torch.equal(model.scale, torch.zeros(3))
+
+
+def test_overflowing_outputs_are_told_apart_from_bad_weights():
+    class Huge(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).exp().exp().exp()
+
+    with pytest.raises(Diverged, match="although data and parameters are finite"):
+        fit(Huge(6, 3), batches(), method="map", epochs=1)
+
+
+def test_the_last_good_checkpoint_stays_and_is_named(tmp_path):
+    class Poison:
+        """Three clean epochs, then a NaN."""
+
+        data_size = 96
+
+        def __len__(self):
+            return 6
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            for x, y in batches():
+                yield (x * float("nan") if self.epoch == 3 else x), y
+
+    with pytest.raises(Diverged, match=r"epoch 4, step 19.*the state after epoch 3 is in"):
+        fit(network(), Poison(), method="map", epochs=6, folder=tmp_path)
+    state = load_state(max(tmp_path.glob("checkpoint-*")))
+    assert state["epoch"] == 3
+    assert all(torch.isfinite(v).all() for v in state["model"].values())
+
+
+def test_too_large_a_learning_rate_is_caught():
+    with pytest.raises(Diverged, match="smaller lr"):
+        fit(nn.Linear(6, 1), [(x, y.float().unsqueeze(1)) for x, y in batches()], method="map", epochs=50, lr=1e6,
+            likelihood="regression")  # fmt: skip

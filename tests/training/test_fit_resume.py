@@ -1,0 +1,216 @@
+"""A run killed at any moment continues to the same numbers, bit by bit."""
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from problems import batches, blobs, identical, network, noisy_forward, weights
+from torch.utils.data import DataLoader, TensorDataset
+
+from shaver.io import load_state
+from shaver.training import Options, fit
+
+KILLER = '''
+"""Train in child processes, killing them at random moments, until one run is complete."""
+import json, os, random, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+from problems import batches, network, noisy_forward
+from shaver.training import fit
+torch.set_num_threads(1)
+folder, settings = sys.argv[2], json.loads(sys.argv[3])
+
+def slow(model, batch):
+    time.sleep(0.002)
+    return noisy_forward(model, batch)
+
+def child():
+    fit(network(dropout=0.2), batches(), batches(seed=2), folder=folder, forward=slow, **settings)
+
+def newest():
+    names = [n for n in os.listdir(folder) if n.startswith("checkpoint-")] if os.path.exists(folder) else []
+    return max(names, default="")
+
+chance, epochs_at_kill = random.Random(int(sys.argv[4])), []
+while True:
+    pid, before, limit = os.fork(), newest(), time.time() + 30
+    if pid == 0:
+        try:
+            child()
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if len(epochs_at_kill) < 8:
+        # Every second child gets as far as a new checkpoint, so that the run goes on; then a moment of chance.
+        while len(epochs_at_kill) % 2 and newest() == before and time.time() < limit:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0.0, 0.04))
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFEXITED(status):
+        print(json.dumps({"epochs_at_kill": epochs_at_kill, "exit": os.WEXITSTATUS(status)}))
+        break
+    epochs_at_kill.append(newest())
+'''
+
+SETTINGS = [
+    {"method": "map", "epochs": 12, "optimizer": "sgd"},
+    {"method": "l1", "epochs": 12, "optimizer": "adamw"},
+]
+
+
+def final(folder: Path) -> dict:
+    return load_state(max(folder.glob("checkpoint-*.safetensors")))
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs os.fork to start many processes quickly")
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["method"])
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path, settings):
+    through = network(dropout=0.2)
+    undisturbed = fit(through, batches(), batches(seed=2), folder=tmp_path / "whole", forward=noisy_forward, **settings)
+    command = [sys.executable, "-c", KILLER, str(Path(__file__).parent), str(tmp_path / "killed")]
+    done = subprocess.run([*command, json.dumps(settings), "7"], capture_output=True, text=True, timeout=120)
+    report = json.loads(done.stdout or "{}")
+    assert report.get("exit") == 0, done.stderr
+    assert len(report["epochs_at_kill"]) == 8, "the processes finished before they could be killed"
+    assert len(set(report["epochs_at_kill"])) >= 4, "the kills did not come in different epochs"
+    whole, killed = final(tmp_path / "whole"), final(tmp_path / "killed")
+    assert identical(whole["model"], killed["model"])
+    assert torch.equal(whole["random"]["torch"], killed["random"]["torch"])
+    for one, other in zip(undisturbed, killed["history"], strict=True):
+        assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+
+
+def _stop_after(epoch: int):
+    class Stop:
+        def log(self, row, step):
+            if step == epoch:
+                raise KeyboardInterrupt
+
+    return Stop()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "adam"},
+        {"optimizer": "sgd", "options": Options(amp="float16", clip=1.0)},
+        {"optimizer": "adamw", "options": Options(accumulate=2, schedule="constant")},
+    ],
+    ids=["adam", "float16", "accumulate"],
+)
+def test_an_interrupted_run_continues_to_the_same_numbers(tmp_path, settings):
+    settings |= {"method": "map", "epochs": 5, "forward": noisy_forward}
+    whole, broken, continued = network(dropout=0.2), network(dropout=0.2), network(seed=9, dropout=0.2)
+    fit(whole, batches(), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, batches(), folder=tmp_path, logger=_stop_after(2), **settings)
+    history = fit(continued, batches(), folder=tmp_path, **settings)
+    assert identical(weights(whole), weights(continued))
+    assert history.column("epoch") == [1, 2, 3, 4, 5]
+
+
+def test_a_shuffling_loader_with_its_own_generator_continues_in_step(tmp_path):
+    def loader():
+        return DataLoader(
+            TensorDataset(*blobs()), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+
+    whole, continued = network(), network()
+    fit(whole, loader(), method="map", epochs=4)
+    with pytest.raises(KeyboardInterrupt):
+        fit(network(), loader(), method="map", epochs=4, folder=tmp_path, logger=_stop_after(2))
+    fit(continued, loader(), method="map", epochs=4, folder=tmp_path)
+    assert identical(weights(whole), weights(continued))
+
+
+def test_a_finished_run_is_read_back_and_not_trained_again(tmp_path):
+    model, again = network(), network(seed=9)
+    history = fit(model, batches(), method="map", epochs=2, folder=tmp_path)
+
+    def forbidden(model, batch):
+        raise AssertionError("trained again")
+
+    assert fit(again, batches(), method="map", epochs=2, folder=tmp_path, forward=forbidden) == history
+    assert identical(weights(model), weights(again))
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
+    whole, broken, continued = network(), network(), network()
+    fit(whole, batches(), method="map", epochs=4)
+    real = Path.write_bytes
+    written = []
+
+    def full(self, content):
+        if ".checkpoint-00003" in self.name:
+            real(self, content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(self.name)
+        return real(self, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            fit(broken, batches(), method="map", epochs=4, folder=tmp_path)
+    assert written
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["checkpoint-00001.safetensors", "checkpoint-00002.safetensors", "history.csv"]
+    fit(continued, batches(), method="map", epochs=4, folder=tmp_path)
+    assert identical(weights(whole), weights(continued))
+
+
+def test_the_last_two_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path):
+    whole, continued = network(), network()
+    fit(whole, batches(), method="map", epochs=4, folder=tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("checkpoint*")) == [
+        "checkpoint-00003.safetensors",
+        "checkpoint-00004.safetensors",
+    ]
+    last = tmp_path / "checkpoint-00004.safetensors"
+    last.write_bytes(last.read_bytes()[:1000])
+    fit(continued, batches(), method="map", epochs=4, folder=tmp_path)
+    assert identical(weights(whole), weights(continued))
+    for path in tmp_path.glob("checkpoint*"):
+        path.write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="no checkpoint can be read"):
+        fit(network(), batches(), method="map", epochs=4, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 0.2}, r"lr: 0.1 there, 0.2 here"),
+        ({"epochs": 3}, r"epochs: 2 there, 3 here"),
+        ({"method": "l1"}, r"method: 'map' there, 'l1' here"),
+        ({"options": Options(clip=1.0)}, r"clip: None there, 1.0 here"),
+        ({"train": batches(samples=64)}, r"data: '96 samples in 6 batches' there, '64 samples in 4 batches' here"),
+    ],
+)
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path, change, message):
+    settings = {"train": batches(), "method": "map", "epochs": 2, "lr": 0.1, "folder": tmp_path}
+    fit(network(), **settings)
+    with pytest.raises(ValueError, match=message):
+        fit(network(), **(settings | change))
+    fit(network(), **(settings | change), resume=False)  # starts anew instead
+    fit(network(), **(settings | change))
+
+
+def test_a_checkpoint_of_another_network_is_refused_and_the_network_untouched(tmp_path):
+    fit(network(), batches(), method="map", epochs=1, folder=tmp_path)
+    other = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    before = weights(other)
+    with pytest.raises(ValueError, match=r"network\['0.weight'\]: '12×6' there, '5×6' here"):
+        fit(other, batches(), method="map", epochs=1, folder=tmp_path)
+    assert identical(before, weights(other))
+
+
+def test_leftovers_of_a_killed_write_are_swept_away(tmp_path):
+    (tmp_path / ".checkpoint-00001.safetensors.abc.part").write_bytes(b"half")
+    fit(network(), batches(), method="map", epochs=1, folder=tmp_path)
+    assert not list(tmp_path.glob(".checkpoint*"))
