@@ -3,15 +3,18 @@
 A diagonal block is its own basis. For a Kronecker block A ⊗ G with A = Q_A Λ_A Q_Aᵀ and G = Q_G Λ_G Q_Gᵀ the
 eigenvalues are λ_G λ_Aᵀ as an (out, in) matrix. One δ for the whole parameter adds to them exactly. Any other
 diagonal δ is projected by the paper's Proposition 1 onto mat(δ̂) = (Q_Gᵀ)² mat(δ) Q_A², the diagonal in the
-eigenbasis nearest to diag(δ) in the Frobenius norm. No Kronecker product is ever formed.
+eigenbasis nearest to diag(δ) in the Frobenius norm. No Kronecker product is ever formed. A unit prior's mat(δ) = b aᵀ
+has rank one, and matrix-vector products do.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
+from shaver.priors import Axes, Layout
 
 
 class Basis(ABC):
@@ -30,8 +33,8 @@ class Basis(ABC):
         """λ ≥ 0, one for each weight; not necessarily in the parameter's shape."""
 
     @abstractmethod
-    def project(self, delta: Tensor) -> Tensor:
-        """δ̂, broadcastable to :meth:`eigenvalues`."""
+    def project(self, delta: Tensor, factors: int = 1) -> Tensor:
+        """δ̂, broadcastable to :meth:`eigenvalues`; two ``factors`` of a unit prior make δ a matrix of rank one."""
 
     @abstractmethod
     def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
@@ -40,6 +43,13 @@ class Basis(ABC):
         Δ log|H + δ| / Δ log δ_p = δ_p Σ_pp holds for the projected determinant too, so that the evidence's slope in
         log δ_p is ½ (γ_p − δ_p θ_p²) for both structures.
         """
+
+    def gamma_sums(self, delta: Tensor, projected: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+        """Σ γ_p over the groups of each layout, where ``delta`` is a product of one factor for each of them."""
+        if all(layout.uniform for layout in layouts):
+            return [self.effective(projected) for _ in layouts]
+        gamma = self.gamma(delta, projected)
+        return [layout.reduce(gamma) for layout in layouts]
 
     def log_det(self, projected: Tensor) -> Tensor:
         """log |H + δ| as a float64 scalar."""
@@ -57,6 +67,7 @@ class DiagonalBasis(Basis):
     def __init__(self, name: str, block: DiagonalBlock, temperature: float = 1.0) -> None:
         self.name, self.shape = name, block.shape
         values = at_least_float32(block.values.detach())
+        self.values, self.temperature = values, temperature
         if values.numel():
             low, high = torch.aminmax(values)
             if not (bool(low >= 0) and bool(high.isfinite())):  # NaN fails both
@@ -64,19 +75,19 @@ class DiagonalBasis(Basis):
                     f"the curvature of {name!r} is not a finite, non-negative number for every weight (from "
                     f"{low.item():g} to {high.item():g}); training has diverged or the likelihood's Hessian is wrong."
                 )
-        self.values = values if temperature == 1 else values / temperature
 
     def eigenvalues(self) -> Tensor:
-        """h itself."""
-        return self.values
+        """h itself; divided by T when asked for, so that no second copy of H is kept."""
+        return self.values if self.temperature == 1 else self.values / self.temperature
 
-    def project(self, delta: Tensor) -> Tensor:
+    def project(self, delta: Tensor, factors: int = 1) -> Tensor:
         """δ itself."""
         return delta
 
     def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
         """h / (h + δ)."""
-        return self.values / (self.values + delta)
+        values = self.eigenvalues()
+        return values / (values + delta)
 
 
 class KroneckerBasis(Basis):
@@ -91,16 +102,45 @@ class KroneckerBasis(Basis):
         """λ_G λ_Aᵀ, ``(groups, out, in)``."""
         return (self.values_g / self.temperature).unsqueeze(-1) * self.values_a.unsqueeze(-2)
 
-    def project(self, delta: Tensor) -> Tensor:
+    def project(self, delta: Tensor, factors: int = 1) -> Tensor:
         """(Q_Gᵀ)² mat(δ) Q_A², with element-wise squares; one number for the whole parameter stays as it is."""
         if delta.numel() == 1:
             return delta.reshape(())
-        matrix = self.block.to_matrix(delta.to(self.values_a.dtype).expand(self.shape))
-        return self.vectors_g.square().transpose(-2, -1) @ matrix @ self.vectors_a.square()
+        if factors > 1:
+            b, a = self._sides(delta)
+            return (self.vectors_g.square().mT @ b) * (self.vectors_a.square().mT @ a).mT
+        return self.vectors_g.square().mT @ self._matrix(delta) @ self.vectors_a.square()
+
+    def gamma_sums(self, delta: Tensor, projected: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+        """For δ = b aᵀ, Σ_i δ_oi Σ_oi = b_o (Q_G² R Q_A²ᵀ a)_o with R = 1/(Λ + δ̂), and likewise for the inputs."""
+        if len(layouts) == 1 or delta.numel() == 1:
+            return super().gamma_sums(delta, projected, layouts)
+        b, a = self._sides(delta)
+        squared_g, squared_a = self.vectors_g.square(), self.vectors_a.square()
+        spread = (self.eigenvalues() + projected).reciprocal_()
+        by_output = b * (squared_g @ (spread @ (squared_a.mT @ a)))
+        by_input = a * (squared_a @ (spread.mT @ (squared_g.mT @ b)))
+        outputs, inputs = by_output.shape[-2], by_input.shape[-2]
+        sums = []
+        for layout in layouts:
+            assert isinstance(layout, Axes)
+            # A layout of one side sums over the whole other side, so that its share may be spread evenly there.
+            on_outputs = layout.keep == ((1,) if self.block.transposed else (0,))
+            known = by_output / inputs if on_outputs else by_input.mT / outputs
+            sums.append(layout.reduce(1 - self.block.from_matrix(known.expand_as(spread))))
+        return sums
+
+    def _matrix(self, delta: Tensor) -> Tensor:
+        return self.block.to_matrix(delta.to(self.values_a.dtype).expand(self.shape))
+
+    def _sides(self, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns b and a of mat(δ) = b aᵀ."""
+        matrix = self._matrix(delta)
+        return matrix[..., :1], (matrix[..., :1, :] / matrix[..., :1, :1]).mT
 
     def unproject(self, matrix: Tensor) -> Tensor:
         """diag(Q diag(x) Qᵀ) for x in the eigenbasis: Q_G² mat(x) (Q_A²)ᵀ, in the parameter's shape."""
-        return self.block.from_matrix(self.vectors_g.square() @ matrix @ self.vectors_a.square().transpose(-2, -1))
+        return self.block.from_matrix(self.vectors_g.square() @ matrix @ self.vectors_a.square().mT)
 
     def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
         """1 − δ_p Σ_pp with Σ = Q (Λ + δ̂)⁻¹ Qᵀ; written without the subtraction where δ is one number."""

@@ -160,7 +160,7 @@ def occam(basis: Basis, delta: Tensor, projected: Tensor, theta: Tensor) -> Tens
     repeats = theta.numel() // max(delta.numel(), 1)
     log_prior = delta.log().sum(dtype=torch.float64) * repeats
     scatter = (delta * theta.square()).sum(dtype=torch.float64)
-    return 0.5 * (log_prior - scatter - basis.log_det(projected.expand_as(basis.eigenvalues())))
+    return 0.5 * (log_prior - scatter - basis.log_det(projected))
 
 
 def weights_of(theta: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
