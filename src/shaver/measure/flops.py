@@ -1,8 +1,8 @@
 """Floating point operations of one sample, dense and counting only non-zero weights.
 
-Convention: two FLOPs for a multiply-add. Counted are matrix products (linear layers, einsum, recurrent layers on the CPU),
-convolutions (grouped, dilated, transposed) and attention; padding and attention masks earn no discount. Not counted are
-biases, activations, normalisation, pooling, softmax and lookups.
+Convention: two FLOPs for a multiply-add. Counted are matrix products (linear layers, einsum, recurrent layers on the
+CPU), convolutions (grouped, dilated, transposed) and attention; padding and attention masks earn no discount. Not
+counted are biases, activations, normalisation, pooling, softmax and lookups.
 
 The count watches the operations that PyTorch really executes, so it holds for any model without a rule a layer, also on
 the CPU, where attention is one fused operation.

@@ -78,5 +78,5 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Leave no callback on storages that live on, such as the weights'."""
-        for callback in self.callbacks.values():
+        for callback in list(self.callbacks.values()):
             callback.detach()
