@@ -47,7 +47,7 @@ def test_classification_agrees_with_the_peers_for_any_batch_size(data, size):
     one_hot = nn.functional.one_hot(labels, CLASSES)
     assert found.count == 203
     assert found.accuracy == pytest.approx(MulticlassAccuracy(CLASSES, average="micro")(p, labels).item())
-    assert found.ece == pytest.approx(MulticlassCalibrationError(CLASSES, n_bins=15)(p, labels).item(), rel=1e-6)
+    assert found.ece == pytest.approx(MulticlassCalibrationError(CLASSES, n_bins=15)(p, labels).item(), abs=5e-7)
     assert found.nll == pytest.approx(log_loss(labels, p, labels=range(CLASSES)), rel=1e-9)
     # Brier is the squared error summed over classes; scikit-learn's mean squared error is a mean over them too.
     assert found.brier == pytest.approx(CLASSES * mean_squared_error(one_hot, p), rel=1e-9)
@@ -66,7 +66,8 @@ def test_brier_of_two_classes_is_twice_the_one_of_scikit_learn():
 def test_the_number_of_bins_is_an_option(data, bins):
     outputs, labels = data
     expected = MulticlassCalibrationError(CLASSES, n_bins=bins)(outputs.double().softmax(1), labels).item()
-    assert quality(Given(), batched(*data, 64), bins=bins).ece == pytest.approx(expected, rel=1e-6)
+    # torchmetrics subtracts accuracy and confidence, both near 1, in float32.
+    assert quality(Given(), batched(*data, 64), bins=bins).ece == pytest.approx(expected, abs=5e-7)
 
 
 def test_a_certain_prediction_belongs_to_the_last_bin():
