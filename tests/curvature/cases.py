@@ -53,7 +53,7 @@ class Case:
     """One network with its data.
 
     Attributes:
-        generic: Parameters that no fast rule covers; every other trainable one must have a fast rule.
+        generic: Parameters that may be left to the generic rule; every other trainable one must have a fast rule.
         frozen: Parameters that are not trained, hence have no curvature.
         keys: Names of the inputs for dict batches, called as ``model(**inputs)``.
     """
@@ -150,6 +150,11 @@ def pruned() -> nn.Module:
     return model
 
 
+def registered_twice() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3))
+
+
 def names(*items: str) -> frozenset[str]:
     return frozenset(items)
 
@@ -168,7 +173,7 @@ LINEAR = [
     Case("linear-folded-positions-major", of(net.Folded, positions_major=True), normal(3, 4)),
     Case("sequence-first", net.SequenceFirst, normal(4, 4)),
     Case("sequence-first-square", of(net.SequenceFirst, norm=True), normal(3, 4)),
-    Case("linear-on-shared-table", net.OnTable, normal(3, 4)),
+    Case("linear-on-shared-table", net.OnTable, normal(3, 4), generic=names("project.weight", "project.bias")),
     Case("linear-in-place-relu", chain(IN, of(nn.ReLU, inplace=True), OUT), normal(4)),
     Case("linear-dropout", chain(IN, of(nn.Dropout, 0.5), TANH, OUT), normal(4)),
     Case("conv1d-transformers", chain(of(net.Conv1D, 5, 4), TANH, of(net.Conv1D, 3, 5), POSITIONS), normal(3, 4)),
@@ -245,7 +250,6 @@ NORM = [
         "instancenorm",
         chain(of(nn.Conv2d, 1, 4, 2), of(nn.InstanceNorm2d, 4, affine=True), TANH, PIXELS, of(nn.Linear, 4, 3)),
         normal(1, 3, 4),
-        generic=names("1.weight", "1.bias"),
     ),
     Case(
         "instancenorm-tracked",
@@ -257,7 +261,6 @@ NORM = [
             of(nn.Linear, 4, 3),
         ),
         normal(1, 4),
-        generic=names("1.weight", "1.bias"),
     ),
 ]
 
@@ -271,7 +274,7 @@ OTHER = [
         integers(6, 4),
         generic=names("0.weight"),
     ),
-    Case("scalars", chain(IN, net.Bias, TANH, net.Scale, OUT, net.Bias, POSITIONS), normal(3, 4)),
+    Case("scalars", chain(IN, net.Bias, TANH, net.Scale, net.Bias, OUT, POSITIONS), normal(3, 4)),
     Case("prelu", chain(IN, of(nn.PReLU, 5), OUT), normal(4), generic=names("1.weight")),
     Case("bilinear-form", chain(net.Quadratic), normal(4), generic=names("0.left", "0.gain")),
     Case(
@@ -297,6 +300,7 @@ OTHER = [
     Case("torch-prune-mask", pruned, normal(4), generic=names("0.weight_orig")),
     Case("linear-subclass", chain(of(net.HalfLinear, 4, 5), TANH, OUT), normal(4), generic=names("0.weight", "0.bias")),
     Case("called-twice", net.CalledTwice, normal(4)),
+    Case("registered-twice", registered_twice, normal(4)),
     Case("shared-branches", net.Branches, normal(2, 6)),
     Case("siblings", net.Siblings, normal(4)),
     Case("used-elsewhere", net.Elsewhere, normal(4), generic=names("layer.weight")),
@@ -325,8 +329,16 @@ COMPOSITE = [
         normal(3, 4),
         generic=frozenset(f"0.self_attn.{n.removeprefix('attention.')}" for n in PACKED),
     ),
-    Case("tied-language-model", net.TiedLanguageModel, integers(6, 3), integers(6, 3)),
-    Case("language-model", of(net.TiedLanguageModel, tied=False), integers(6, 4), with_ignored(6, 4)),
+    Case(
+        "tied-language-model", net.TiedLanguageModel, integers(6, 3), integers(6, 3), generic=names("positions.weight")
+    ),
+    Case(
+        "language-model",
+        of(net.TiedLanguageModel, tied=False),
+        integers(6, 4),
+        with_ignored(6, 4),
+        generic=names("positions.weight"),
+    ),
 ]
 
 CASES = LINEAR + CONV + NORM + OTHER + COMPOSITE

@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, hessian, jacrev
 from shaver.likelihoods import get_likelihood
 
 Named = dict[str, Tensor]
+_KEEP = {"retain_graph": True, "allow_unused": True}
 Forward = Callable[[nn.Module, Any], Tensor]
 
 
@@ -63,6 +64,7 @@ class Problem:
         self.likelihood = get_likelihood(likelihood)
         self.targets = targets or default_targets
         self.parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        self.places = _places(model)
 
     def samples(self) -> Iterator[tuple[Any, Tensor]]:
         """Each row of each batch as a batch of one, with its target."""
@@ -76,8 +78,8 @@ class Problem:
                 yield one, self.targets(one)
 
     def outputs(self, parameters: Named, sample: Any) -> Tensor:
-        named = {f"model.{name}": value for name, value in parameters.items()}
-        return functional_call(self.network, named, (sample,))
+        named = {f"model.{place}": value for name, value in parameters.items() for place in self.places[name]}
+        return functional_call(self.network, named, (sample,), tie_weights=False)
 
     def nll(self, outputs: Tensor, target: Tensor) -> Tensor:
         return self.likelihood.nll(outputs, target).sum()
@@ -148,51 +150,50 @@ class Problem:
         raise KeyError(name)
 
     def kronecker(self, source: str, sharing: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """KFAC's factors (A, G), each ``(groups, …, …)``, for every Linear-like and convolution's weight and bias.
+        """KFAC's factors (A, G), each ``(groups, …, …)``, for Linear-like layers and convolutions.
 
-        expand: A = mean_{n,t} a aᵀ and G = Σ_{n,t} Σ_k g g ᵀ, with k over the columns of √Λ (one for the EF).
-        reduce: A = mean_n ā āᵀ with ā = mean_t a, and G = Σ_n Σ_k (Σ_t g)(Σ_t g)ᵀ. A second call of the same
-        module is a further position. A bias is the same with the input 1.
+        expand: A = mean_{n,t} a aᵀ and G = Σ_{n,t} Σ_k g gᵀ, with k over the columns of √Λ (one for the EF).
+        reduce: A = mean_n ā āᵀ with ā = mean_t a, and G = Σ_n Σ_k (Σ_t g)(Σ_t g)ᵀ. A further call, and a further
+        layer that holds the same weight, is a further position. A bias is the same with the input 1. A parameter
+        that is also held by another kind of module, or that no gradient reaches, has no factors.
         """
-        layers = {name: m for name, m in self.network.model.named_modules() if _is_kronecker_layer(m)}
-        inputs: dict[str, list[Tensor]] = {name: [] for name in layers}  # per sample (groups, positions, in)
-        squares: dict[str, list[Tensor]] = {name: [] for name in layers}  # per sample and column (groups, out, out)
+        model = self.network.model
+        held = {name: [place.rpartition(".")[0] for place in self.places[name]] for name in self.parameters}
+        layers = {module: model.get_submodule(module) for modules in held.values() for module in modules}
+        layers = {name: module for name, module in layers.items() if _is_kronecker_layer(module)}
+        held = {name: modules for name, modules in held.items() if set(modules) <= set(layers)}
+        inputs: dict[str, list[Tensor]] = {name: [] for name in held}  # per sample (groups, positions, in)
+        squares: dict[str, list[Tensor]] = {name: [] for name in held}  # per sample and column (groups, out, out)
         for sample, target in self.samples():
             seen, outputs = self._run_with_records(layers, sample)
-            flat = outputs.reshape(-1)
-            if source == "ggn":
-                values, vectors = torch.linalg.eigh(self.output_hessian(outputs, target))
-                columns = list((vectors * values.clamp_min(0).sqrt()).T)
-            else:
-                columns = [grad(lambda f, t=target, o=outputs: self.nll(f.reshape(o.shape), t))(flat.detach())]
-            for name, module in layers.items():
-                if not seen[name]:
+            columns = self._columns(outputs, target, source)
+            for name, modules in held.items():
+                calls = [(layers[module], x, y) for module in modules for x, y in seen[module]]
+                if not calls:
                     continue
-                a = torch.cat([_rows_in(module, x) for x, _ in seen[name]], 1)
+                a = torch.cat([_rows_in(module, x) for module, x, _ in calls], 1)
+                a = torch.ones_like(a[:, :, :1]) if name.endswith("bias") else a
                 inputs[name].append(a if sharing == "expand" else a.mean(1, keepdim=True))
                 for column in columns:
                     gradients = torch.autograd.grad(
-                        flat,
-                        [y for _, y in seen[name]],
-                        column,
-                        retain_graph=True,
-                        allow_unused=True,
-                        materialize_grads=True,
+                        outputs.reshape(-1), [y for *_, y in calls], column, **_KEEP, materialize_grads=True
                     )
-                    g = torch.cat([_rows_out(module, d) for d in gradients], 1)
-                    g = g if sharing == "expand" else g.sum(1, keepdim=True)
+                    rows = [_rows_out(module, g) for (module, *_), g in zip(calls, gradients, strict=True)]
+                    g = torch.cat(rows, 1) if sharing == "expand" else torch.cat(rows, 1).sum(1, keepdim=True)
                     squares[name].append(g.mT @ g)
         factors = {}
-        for name, module in layers.items():
-            prefix = f"{name}." if name else ""
-            if not inputs[name]:
-                continue
-            rows = torch.cat(inputs[name], 1)
-            A, G = rows.mT @ rows / rows.shape[1], torch.stack(squares[name]).sum(0)
-            factors[f"{prefix}weight"] = (A, G)
-            if module.bias is not None:
-                factors[f"{prefix}bias"] = (torch.ones(len(A), 1, 1, dtype=A.dtype), G)
-        return factors
+        for name in held:
+            if inputs[name]:
+                rows = torch.cat(inputs[name], 1)
+                factors[name] = (rows.mT @ rows / rows.shape[1], torch.stack(squares[name]).sum(0))
+        return {name: (A, G) for name, (A, G) in factors.items() if G.any()}
+
+    def _columns(self, outputs: Tensor, target: Tensor, source: str) -> list[Tensor]:
+        """Flat output gradients: the columns of √Λ by eigendecomposition, or the loss's own gradient."""
+        if source == "ggn":
+            values, vectors = torch.linalg.eigh(self.output_hessian(outputs, target))
+            return list((vectors * values.clamp_min(0).sqrt()).T)
+        return [grad(lambda f: self.nll(f.reshape(outputs.shape), target))(outputs.detach().reshape(-1))]
 
     def _run_with_records(
         self, layers: dict[str, nn.Module], sample: Any
@@ -215,6 +216,20 @@ class Problem:
         return seen, outputs
 
 
+def _places(model: nn.Module) -> dict[str, list[str]]:
+    """Parameter name → every place that holds it, each module object once.
+
+    A module registered under two names must be given to ``functional_call`` once only: torch restores the second
+    name to what the first had put there.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    places: dict[str, list[str]] = {name: [] for name in names.values()}
+    for prefix, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places[names[id(parameter)]].append(f"{prefix}.{own}" if prefix else own)
+    return places
+
+
 def _is_kronecker_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or type(module).__name__ == "Conv1D"
 
@@ -223,18 +238,19 @@ def _rows_in(module: nn.Module, x: Tensor) -> Tensor:
     """One sample's inputs as ``(groups, positions, in)``."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return x.reshape(1, -1, x.shape[-1])
-    return torch.stack(patches(module, x)).movedim(0, 1)
+    return torch.cat([torch.stack(patches(module, row), 1) for row in x.split(1)], 1)
 
 
 def _rows_out(module: nn.Module, y: Tensor) -> Tensor:
     """One sample's outputs, or their gradients, as ``(groups, positions, out)``."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return y.reshape(1, -1, y.shape[-1])
-    return y[0].reshape(module.groups, module.out_channels // module.groups, -1).mT
+    rows = [row.reshape(module.groups, module.out_channels // module.groups, -1).mT for row in y]
+    return torch.cat(rows, 1)
 
 
 def patches(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> list[Tensor]:
-    """What each output position of a convolution sees of one sample, ``(groups, in·kernel)`` a position."""
+    """What each output position of a convolution sees of one image, ``(groups, in·kernel)`` a position."""
     sides = len(conv.kernel_size)
     if conv.padding == "same":  # torch puts the odd one out behind
         total = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
@@ -255,11 +271,23 @@ def patches(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> list[Tensor]:
     return seen
 
 
-def assert_same(got: Tensor, expected: Tensor, name: str, tolerance: float = 1e-10) -> None:
-    """Equal relative to each entry, with an absolute floor far below the largest entry."""
+def assert_same(got: Tensor, expected: Tensor, name: str, tolerance: float = 1e-10, scale: float = 0.0) -> None:
+    """Equal relative to each entry, with an absolute floor far below the largest entry.
+
+    Args:
+        scale: The size of what the entries are sums of; a floor at 1e-20 of it lets pure rounding error be zero.
+    """
     assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     got, expected = got.detach(), expected.detach()
-    floor = tolerance * 1e-3 * float(expected.abs().max())
+    floor = max(tolerance * 1e-3 * float(expected.abs().max()), 1e-20 * scale)
     torch.testing.assert_close(
         got.to(expected.dtype), expected, rtol=tolerance, atol=floor, msg=lambda m: f"{name}: {m}"
     )
+
+
+def assert_all_same(got: Named, expected: Named, tolerance: float = 1e-10) -> None:
+    """The same names in the same order, with the same numbers."""
+    assert list(got) == list(expected)
+    scale = max(float(values.abs().max()) for values in expected.values())
+    for name, values in expected.items():
+        assert_same(got[name], values, name, tolerance, scale)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import BY_NAME, CASES, Case
-from reference import assert_same
+from reference import assert_all_same
 
 from shaver import curvature
 
@@ -18,10 +18,7 @@ def test_diagonal_is_exact(case: Case, source: str):
     model, batches = case.model(), case.batches()
     problem = case.problem(model, batches)
     result = compute(case, model, batches, structure="diag", source=source)
-    expected = problem.diagonal(source)
-    assert list(result.blocks) == list(expected)
-    for name, values in result.diagonal().items():
-        assert_same(values, expected[name], name)
+    assert_all_same(result.diagonal(), problem.diagonal(source))
     assert result.log_likelihood == pytest.approx(problem.log_likelihood(), rel=1e-10)
     assert result.data_size == 5
     assert (result.structure, result.source) == ("diag", source)
@@ -33,7 +30,8 @@ def test_coverage_names_the_rule_of_every_parameter(case: Case):
     result = compute(case, model, case.batches(), source="ef")
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert list(result.rules) == trainable
-    assert {name for name, rule in result.rules.items() if "generic" in rule} == case.generic
+    assert all(result.rules.values())
+    assert {name for name, rule in result.rules.items() if "generic" in rule} <= case.generic
     table = result.coverage().splitlines()
     assert [line.split()[0] for line in table[1:]] == trainable
 
@@ -57,8 +55,7 @@ def test_how_the_data_are_batched_does_not_matter(name: str, source: str):
     model, (x, y) = case.model(), case.batches((7,))[0]
     whole = compute(case, model, [(x, y)], source=source)
     parts = compute(case, model, iter([(x[:3], y[:3]), (x[3:4], y[3:4]), (x[4:], y[4:])]), source=source)
-    for parameter, values in whole.diagonal().items():
-        assert_same(parts.diagonal()[parameter], values, parameter)
+    assert_all_same(parts.diagonal(), whole.diagonal())
     assert parts.log_likelihood == pytest.approx(whole.log_likelihood, rel=1e-12)
     assert parts.data_size == whole.data_size == 7
 
@@ -69,8 +66,7 @@ def test_a_small_memory_budget_changes_nothing_but_the_chunks(name: str):
     model, batches = case.model(), case.batches((6,))
     free = compute(case, model, batches, source="ggn")
     tight = compute(case, model, batches, source="ggn", memory_budget=100_000)
-    for parameter, values in free.diagonal().items():
-        assert_same(tight.diagonal()[parameter], values, parameter)
+    assert_all_same(tight.diagonal(), free.diagonal())
 
 
 def test_training_mode_and_evaluation_mode_give_the_same_numbers():

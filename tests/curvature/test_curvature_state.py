@@ -52,7 +52,7 @@ def prepare(name: str) -> tuple[nn.Module, list[Any]]:
 
 @pytest.mark.parametrize("source", ["ggn", "ef", "mc"])
 @pytest.mark.parametrize("structure", ["diag", "kron"])
-@pytest.mark.parametrize("name", ["batchnorm-block", "vision-transformer", "attention-batch-first"])
+@pytest.mark.parametrize("name", ["batchnorm-block", "vision-transformer", "attention-batch-first", "registered-twice"])
 def test_everything_is_left_as_found(name: str, structure: str, source: str):
     model, batches = prepare(name)
     before = snapshot(model)
@@ -114,5 +114,5 @@ def test_works_inside_no_grad_and_leaves_it_on():
 def test_the_result_holds_no_graph():
     model, batches = prepare("vision-transformer")
     for structure in ("diag", "kron"):
-        for _, block in curvature.estimate(model, batches, structure=structure):
-            assert not any(tensor.requires_grad for tensor in block.tensors().values())
+        for name, block in curvature.estimate(model, batches, structure=structure):
+            assert not any(tensor.requires_grad for tensor in block.tensors().values()), name
