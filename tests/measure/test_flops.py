@@ -86,6 +86,33 @@ def test_einsum_and_batched_products_of_activations():
     assert dense(Outer(), 4, 6) == 2 * 4 * 4 * 6
 
 
+@pytest.mark.parametrize(
+    ("product", "expected"),
+    [
+        (lambda w, x: w @ x[0], 2 * 5),  # matrix and vector
+        (lambda w, x: torch.addmv(x[0, :2], w, x[0]), 2 * 5),
+        (lambda w, x: w[0] @ x[0], 5),  # two vectors
+        (lambda w, x: torch.addmm(x[:, :2], x, w.t()), 2 * 5),
+        (lambda w, x: torch.baddbmm(x[None, :, :2], x[None], w.t()[None]), 2 * 5),
+        (lambda w, x: torch.addbmm(x[:, :2], torch.stack([x, x]), w.t().expand(2, 5, 2)), 2 * 2 * 5),
+    ],
+)
+def test_every_kind_of_product(product, expected):
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 5))
+
+        def forward(self, x):
+            return product(self.weight, x)
+
+    model = Product()
+    assert dense(model, 5) == 2 * expected
+    with torch.no_grad():
+        model.weight[:, :2] = 0  # three fifths are left of every row
+    assert flops(model, torch.zeros(1, 5)).sparse == 2 * expected * 3 // 5
+
+
 class TestZeros:
     """Only multiply-adds with a non-zero weight count as sparse ones."""
 

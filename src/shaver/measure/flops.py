@@ -111,8 +111,8 @@ _Count = tuple[int, int]  # multiply-adds: all, and those with non-zero weights
 
 
 def _product(is_weight: _IsWeight, a: Tensor, b: Tensor) -> _Count:
-    """(…, n, k) @ (…, k, m): inner index k meets each of n left entries with each of m right ones."""
-    a, b = (x if x.ndim > 1 else x.unsqueeze(-1) for x in (a, b))
+    """(…, n, k) @ (…, k, m) or (n, k) @ (k): an inner index brings together n left entries and m right ones."""
+    b = b if b.ndim > 1 else b.unsqueeze(-1)
     dense = math.prod(a.shape) * b.shape[-1]
     if not is_weight(a) and not is_weight(b):
         return dense, dense
@@ -149,7 +149,7 @@ def _convolution(
     """Each weight is used once for each output position, or for each input position of a transposed convolution."""
     spatial = weight.ndim - 2
     over = x if transposed else result
-    uses = math.prod(over.shape[-spatial:]) * (over.shape[0] if over.ndim == weight.ndim else 1)
+    uses = over.shape[0] * math.prod(over.shape[-spatial:])
     nonzeros = int(weight.count_nonzero()) if is_weight(weight) else weight.numel()
     return uses * weight.numel(), uses * nonzeros
 
