@@ -175,12 +175,12 @@ def register(
 
 def get(name: str) -> Criterion:
     """The criterion registered under ``name``."""
-    return _REGISTER[check_name("criterion", name, _REGISTER)]
+    return _REGISTER[check_name("criterion", name, names())]
 
 
 def names() -> list[str]:
-    """The names of all criteria."""
-    return list(_REGISTER)
+    """The names of all criteria, in alphabetical order."""
+    return sorted(_REGISTER)
 
 
 def needs(name: str) -> tuple[str, ...]:

@@ -1,9 +1,31 @@
-"""Pruning: from scores to masks, and masks in force."""
+"""Pruning: from scores to masks, masks in force, and what is left on disk and in the processor."""
 
 from shaver.pruning.automatic import DEFAULT_NATS, evidence_gain
+from shaver.pruning.files import load, load_masks, save
 from shaver.pruning.hold import Hold
 from shaver.pruning.masks import Masks
+from shaver.pruning.online import OnlinePruner, cubic, linear
 from shaver.pruning.pruned import Pruned, PrunedLayer, prune
 from shaver.pruning.ranking import Ranking, masks_at
+from shaver.pruning.sparse import SparseInference, SparseLayer, sparse_inference
 
-__all__ = ["DEFAULT_NATS", "Hold", "Masks", "Pruned", "PrunedLayer", "Ranking", "evidence_gain", "masks_at", "prune"]
+__all__ = [
+    "DEFAULT_NATS",
+    "Hold",
+    "Masks",
+    "OnlinePruner",
+    "Pruned",
+    "PrunedLayer",
+    "Ranking",
+    "SparseInference",
+    "SparseLayer",
+    "cubic",
+    "evidence_gain",
+    "linear",
+    "load",
+    "load_masks",
+    "masks_at",
+    "prune",
+    "save",
+    "sparse_inference",
+]

@@ -41,15 +41,15 @@ def loss_rise(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) 
     """δθ² + ½hθ² of each weight: by how much its removal raises the loss summed over the data, to second order.
 
     θ is the mode under δ, so the negative log likelihood alone has the slope −δθ there; its second-order model at
-    zero is then −θ·(−δθ) + ½hθ² higher.
+    zero is then −θ·(−δθ) + ½hθ² higher, which is ½(P + δ)θ². With a temperature T it is the rise of loss/T.
     """
-    curvature, prior = posterior.curvature.diagonal(), posterior.delta()
+    precision, prior = posterior.precision(), posterior.delta()
     parameters = dict(model.named_parameters())
     rises = {}
     for name in names:
         weight = parameters[name].detach()
-        h = _fitting(of_weight(curvature, name, "curvature"), weight, name)
-        rises[name] = (of_weight(prior, name, "prior precision") + 0.5 * h) * weight.square()
+        p = _fitting(of_weight(precision, name, "precision"), weight, name)
+        rises[name] = 0.5 * (p + of_weight(prior, name, "prior precision")) * weight.square()
     return rises
 
 

@@ -135,7 +135,7 @@ def prune(
     """
     names = list(scores) if scores is not None else list(prunable(model))
     if scores is not None:
-        _check_fit(model, scores)
+        check_fit(model, scores)
     pattern = re.fullmatch(r"(\d+):(\d+)", scope)
     if pattern is None and scope not in ("global", "layer"):
         raise ValueError(f"unknown scope {scope!r}. Valid: 'global', 'layer', or N:M such as '2:4'.")
@@ -172,8 +172,13 @@ def prune(
         change = -removed_sum(evidence_gain(model, posterior, names), masks)
         rise = removed_sum(loss_rise(model, posterior, names), masks)
     masks.apply_(model)
+    return report(requested, masks, evidence_change=change, loss_rise=rise, quality_before=before, quality_after=after)
+
+
+def report(requested: float | str, masks: Masks, **measured: float | None) -> Pruned:
+    """The report on masks: a row for each parameter, and what was measured."""
     layers = tuple(PrunedLayer(n, tuple(m.shape), m.numel(), int(m.sum())) for n, m in masks.items())
-    return Pruned(requested, masks, layers, change, rise, before, after)
+    return Pruned(requested, masks, layers, **measured)
 
 
 def _given(scores: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
@@ -182,7 +187,8 @@ def _given(scores: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
     return scores
 
 
-def _check_fit(model: nn.Module, scores: Mapping[str, Tensor]) -> None:
+def check_fit(model: nn.Module, scores: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` for scores that are NaN or belong to another model."""
     if not isinstance(scores, Mapping):
         raise TypeError(f"scores are a dict of tensors by parameter name, not a {type(scores).__name__}.")
     check_scores(scores)

@@ -1,0 +1,274 @@
+"""Sparse inference: layers with few weights left run on those weights alone, where that is measured to be faster."""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.criteria.scoring import evaluating
+
+#: These read their layers' weights without calling the layers, so that a swapped one would not be used, or break them.
+_CLOSED = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
+
+
+class SparseLinear(nn.Module):
+    """A linear layer whose weight is a compressed-sparse-row matrix: y = W x + b over the stored weights alone."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.register_buffer("weight", _compressed(layer.weight.detach()))
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Like ``nn.Linear``, without gradients for the weights."""
+        columns = inputs.reshape(-1, self.in_features).t()
+        return _times(self, columns).t().reshape(*inputs.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"{self.in_features}, {self.out_features}, nonzero={_nonzero(self)}"
+
+
+class SparsePointwise(nn.Module):
+    """A 1×1 convolution whose weight is a compressed-sparse-row matrix over the channels."""
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels, self.stride = layer.in_channels, layer.out_channels, layer.stride
+        self.register_buffer("weight", _compressed(layer.weight.detach().flatten(1)))
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Like ``nn.Conv2d``, without gradients for the weights."""
+        if self.stride != (1, 1):
+            inputs = inputs[..., :: self.stride[0], :: self.stride[1]]
+        channels = inputs.movedim(-3, 0)
+        outputs = _times(self, channels.reshape(self.in_channels, -1))
+        return outputs.reshape(self.out_channels, *channels.shape[1:]).movedim(0, -3).contiguous()
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"{self.in_channels}, {self.out_channels}, stride={self.stride}, nonzero={_nonzero(self)}"
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """One candidate layer's measurement.
+
+    Attributes:
+        name: The layer's name in the network.
+        sparsity: The share of its weights that is zero.
+        dense_seconds: Median time of its dense forward pass on what it receives for the example.
+        sparse_seconds: The same over the compressed weight.
+        swapped: Whether the sparse form was taken.
+    """
+
+    name: str
+    sparsity: float
+    dense_seconds: float
+    sparse_seconds: float
+    swapped: bool
+
+    @property
+    def speedup(self) -> float:
+        """Dense over sparse time."""
+        return self.dense_seconds / self.sparse_seconds
+
+
+@dataclass(frozen=True)
+class SparseInference:
+    """A network for inference and what was measured. ``print`` shows a table.
+
+    Attributes:
+        model: A copy of the network, in eval mode, with the swapped layers; the rest shares the original's tensors.
+        layers: A row for each candidate.
+        dense_seconds: Median time of the original on the example.
+        sparse_seconds: The same of ``model``.
+    """
+
+    model: nn.Module
+    layers: tuple[SparseLayer, ...]
+    dense_seconds: float
+    sparse_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        """Dense over sparse time of the whole network."""
+        return self.dense_seconds / self.sparse_seconds
+
+    def __str__(self) -> str:
+        width = max([5, *(len(layer.name) for layer in self.layers)])
+        rows = [f"{'layer':<{width}}  sparsity   dense ms  sparse ms  speed-up"]
+        for layer in self.layers:
+            times = f"{layer.dense_seconds * 1e3:9.3f}  {layer.sparse_seconds * 1e3:9.3f}  {layer.speedup:7.2f}x"
+            verdict = "swapped" if layer.swapped else "kept"
+            rows.append(f"{layer.name:<{width}}  {layer.sparsity:8.4f}  {times}  {verdict}")
+        times = f"{self.dense_seconds * 1e3:9.3f}  {self.sparse_seconds * 1e3:9.3f}  {self.speedup:7.2f}x"
+        return "\n".join([*rows, f"{'whole':<{width}}  {'':8}  {times}"])
+
+
+def sparse_inference(
+    model: nn.Module,
+    example: Any,
+    *,
+    from_sparsity: float = 0.5,
+    margin: float = 1.1,
+    repeats: int = 10,
+    tolerance: float = 1e-5,
+) -> SparseInference:
+    """Run linear layers and 1×1 convolutions on their non-zero weights, where that is faster here and now.
+
+    Example::
+
+        fast = shaver.pruning.sparse_inference(model, x)
+        print(fast)                  # measured per layer
+        y = fast.model(x)
+
+    Each layer is timed both ways on what it receives for ``example`` (so give the batch size you will use), with
+    torch's present number of threads. Layers inside torch's own transformer blocks stay dense: those blocks read
+    their weights directly.
+
+    Args:
+        model: A pruned network on the CPU; it is not changed.
+        example: An input, a tuple of inputs, or a dict of keyword arguments.
+        from_sparsity: Layers with a smaller share of zeros are not tried.
+        margin: How many times faster a layer must be to be swapped.
+        repeats: Timed calls of each form.
+        tolerance: How much outputs may differ, relative to the largest output (from 1 up).
+
+    Raises:
+        RuntimeError: The outputs differ by more than the tolerance.
+    """
+    call = _caller(example)
+    with evaluating(model), torch.no_grad():
+        inputs = _inputs_of_candidates(model, call, from_sparsity)
+        fast = _shared_copy(model).eval()
+        rows = []
+        for name, received in inputs.items():
+            layer = model.get_submodule(name)
+            sparse = _sparse_form(layer)
+            dense_seconds, sparse_seconds = _race(partial(layer, received), partial(sparse, received), repeats)
+            swapped = dense_seconds > margin * sparse_seconds
+            if swapped:
+                for alias, module in model.named_modules(remove_duplicate=False):
+                    if module is layer:
+                        _replace(fast, alias, sparse)
+            rows.append(SparseLayer(name, _sparsity(layer), dense_seconds, sparse_seconds, swapped))
+        before, after = _outputs(call(model)), _outputs(call(fast))
+        off = float((before - after).abs().max() / before.abs().max().clamp_min(1)) if before.numel() else 0.0
+        if not off <= tolerance:
+            raise RuntimeError(f"sparse outputs differ from dense ones by {off:.2g}, more than {tolerance:g}.")
+        dense_seconds, sparse_seconds = _race(lambda: call(model), lambda: call(fast), repeats)
+    return SparseInference(fast, tuple(rows), dense_seconds, sparse_seconds)
+
+
+def _inputs_of_candidates(
+    model: nn.Module, call: Callable[[nn.Module], Any], from_sparsity: float
+) -> dict[str, Tensor]:
+    """What each sparse enough layer receives in one forward pass."""
+    closed = {id(child) for module in model.modules() if isinstance(module, _CLOSED) for child in module.modules()}
+    inputs: dict[str, Tensor] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if not name or id(module) in closed or not _supported(module):
+            continue
+        if _sparsity(module) >= from_sparsity:
+
+            def hook(_module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                inputs.setdefault(name, args[0])
+
+            handles.append(module.register_forward_pre_hook(hook))
+    try:
+        call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs
+
+
+def _supported(module: nn.Module) -> bool:
+    if type(module) is nn.Linear:
+        return True
+    if type(module) is not nn.Conv2d:
+        return False
+    return module.kernel_size == (1, 1) and module.groups == 1 and module.padding in ((0, 0), "valid")
+
+
+def _sparse_form(layer: nn.Module) -> nn.Module:
+    if isinstance(layer, nn.Linear):
+        return SparseLinear(layer)
+    assert isinstance(layer, nn.Conv2d)
+    return SparsePointwise(layer)
+
+
+def _compressed(matrix: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+        return matrix.to_sparse_csr()
+
+
+def _times(layer: nn.Module, columns: Tensor) -> Tensor:
+    """W · columns + b, one output a row."""
+    weight, bias = layer.get_buffer("weight"), layer.bias
+    if bias is None:
+        return weight @ columns
+    assert isinstance(bias, Tensor)
+    return torch.addmm(bias.unsqueeze(1), weight, columns)
+
+
+def _nonzero(layer: nn.Module) -> int:
+    return int(layer.get_buffer("weight").values().numel())
+
+
+def _sparsity(layer: nn.Module) -> float:
+    weight = layer.get_parameter("weight")
+    return 1 - int(weight.detach().count_nonzero()) / max(1, weight.numel())
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """The same modules anew around the same tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, module)
+
+
+def _race(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Median seconds of each, taken in turns so that both meet the same machine."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeats + 1):
+        for function, record in zip((first, second), times, strict=True):
+            start = time.perf_counter()
+            function()
+            if turn:  # the first turn warms up
+                record.append(time.perf_counter() - start)
+    return median(times[0]), median(times[1])
+
+
+def _caller(example: Any) -> Callable[[nn.Module], Any]:
+    if isinstance(example, Mapping):
+        return lambda model: model(**example)
+    if isinstance(example, tuple | list):
+        return lambda model: model(*example)
+    return lambda model: model(example)
+
+
+def _outputs(outputs: Any) -> Tensor:
+    """All floating-point outputs in one row, whatever they come in."""
+    if isinstance(outputs, Tensor):
+        return outputs.flatten().double() if outputs.is_floating_point() else outputs.new_zeros(0, dtype=torch.float64)
+    if isinstance(outputs, Mapping):
+        outputs = list(outputs.values())
+    if isinstance(outputs, tuple | list):
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *(_outputs(value) for value in outputs)])
+    return torch.zeros(0, dtype=torch.float64)
