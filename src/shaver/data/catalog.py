@@ -51,6 +51,9 @@ class Texts:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def __repr__(self) -> str:
+        return f"Texts({len(self)} texts)"
+
 
 @dataclass(frozen=True)
 class TextSplits:
@@ -158,14 +161,17 @@ def load(
         train_inputs, train_targets = train_inputs[kept], train_targets[kept]
     mean, std = _moments(train_inputs)
     make = partial(InMemory, mean=mean, std=std, classes=kind.classes)
-    return Splits(
-        name=name,
-        train=make(train_inputs, train_targets, augment=kind.augment if augment else None),
-        valid=None if valid is None else make(*valid),
-        test=make(test_inputs, test_targets),
-        classes=kind.classes,
-        input_shape=kind.shape,
-    )
+    try:
+        return Splits(
+            name=name,
+            train=make(train_inputs, train_targets, augment=kind.augment if augment else None),
+            valid=None if valid is None else make(*valid),
+            test=make(test_inputs, test_targets),
+            classes=kind.classes,
+            input_shape=kind.shape,
+        )
+    except ValueError as error:
+        raise ValueError(f"the files of {name!r} are damaged or of another data set: {error}") from error
 
 
 def _load_texts(

@@ -52,9 +52,8 @@ _STAND_INS: dict[tuple[str, str], Callable[..., object]] = {
 class _BatchReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
-            return lambda *arguments: _encode(
-                *arguments
-            )  # a new one each time: a pickle can set a function's attributes
+            # A new function each time: a pickle can set the attributes of one, and the next file must not see that.
+            return lambda *arguments: _encode(*arguments)
         try:
             return _STAND_INS[module, name]
         except KeyError:

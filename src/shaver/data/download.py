@@ -78,7 +78,9 @@ def fetch(dataset: str, filename: str, md5: str, folder: Path) -> Path:
                         )
                     )
                 except (errors.RequestException, broken.HTTPError) as error:
-                    reasons.append(f"{base + filename}: {_reason(error)}")
+                    size = part.stat().st_size if part.exists() else 0
+                    kept = f" ({size} bytes are kept, and the next attempt continues there)" if size else ""
+                    reasons.append(f"{base + filename}: {_reason(error)}{kept}")
                 except ValueError:  # pooch: another checksum. The part is gone, and the file was not kept.
                     if resumed:
                         continue  # perhaps the old part was to blame: once more, from the start
