@@ -16,3 +16,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in download.MIRRORS:
         monkeypatch.setitem(download.MIRRORS, name, ("http://127.0.0.1:9/",))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local servers of these tests are reached directly, whatever proxy the machine uses."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
