@@ -56,7 +56,6 @@ def _check_scores(model: nn.Module, scores: Mapping[str, Tensor], where: str) ->
         assert values.shape == weight.shape, f"{where}: {name!r} has scores of shape {tuple(values.shape)}."
         assert values.is_floating_point(), f"{where}: the scores of {name!r} are {values.dtype}, not numbers to rank."
         assert not values.isnan().any(), f"{where}: NaN among the scores of {name!r}."
-        assert not values.requires_grad, f"{where}: the scores of {name!r} still hang on an autograd graph."
         assert values.data_ptr() != weight.data_ptr(), f"{where}: the scores of {name!r} are the weight itself."
 
 

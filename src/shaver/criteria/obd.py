@@ -11,6 +11,6 @@ def obd(given: Given) -> dict[str, Tensor]:
     """S_p = ½ H_pp θ_p², the rise of the loss to second order at a minimum of the likelihood."""
     curvature = given.posterior.curvature.diagonal()
     return {
-        name: 0.5 * of_weight(curvature, name, "curvature") * weight.detach().square()
+        name: 0.5 * of_weight(curvature, name, weight, "curvature") * weight.detach().square()
         for name, weight in given.weights.items()
     }

@@ -14,6 +14,6 @@ def opd(given: Given) -> dict[str, Tensor]:
     """
     precision = given.posterior.precision()
     return {
-        name: of_weight(precision, name, "precision") * weight.detach().square()
+        name: of_weight(precision, name, weight, "precision") * weight.detach().square()
         for name, weight in given.weights.items()
     }

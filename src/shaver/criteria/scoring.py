@@ -104,14 +104,30 @@ def differentiable(weights: Mapping[str, nn.Parameter]) -> Iterator[list[nn.Para
             weight.requires_grad_(flag)
 
 
-def of_weight(values: Mapping[str, Tensor], name: str, what: str) -> Tensor:
-    """``values[name]``, or an error that says which weight the posterior does not know."""
+def of_weight(values: Mapping[str, Tensor], name: str, weight: Tensor, what: str, *, broadcast: bool = False) -> Tensor:
+    """``values[name]`` of a posterior, or an error that says why it does not belong to the weight.
+
+    Args:
+        values: Tensors by parameter name.
+        name: The weight's name.
+        weight: The weight.
+        what: What the values are, for the error.
+        broadcast: Any shape that broadcasts to the weight's will do.
+    """
     if name not in values:
         raise ValueError(
             f"the posterior has no {what} for the weight {name!r}: it belongs to another model, or the weight was "
             "frozen; rule=lambda name, parameter: parameter.requires_grad scores the trained weights alone."
         )
-    return values[name]
+    found = values[name]
+    sizes = zip(reversed(found.shape), reversed(weight.shape), strict=False)
+    spreads = found.ndim <= weight.ndim and all(a in (1, b) for a, b in sizes)
+    if found.shape != weight.shape and not (broadcast and spreads):
+        raise ValueError(
+            f"the posterior's {what} for {name!r} has shape {tuple(found.shape)}, the weight {tuple(weight.shape)}: "
+            "it belongs to another model, or to this one before it changed."
+        )
+    return found
 
 
 def _checked(criterion: str, weights: Mapping[str, nn.Parameter], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from shaver.criteria import PosteriorLike
@@ -27,8 +26,8 @@ def evidence_gain(model: nn.Module, posterior: PosteriorLike, names: Iterable[st
     gains = {}
     for name in names:
         weight = parameters[name].detach()
-        p = _fitting(of_weight(precision, name, "precision"), weight, name)
-        delta = of_weight(prior, name, "prior precision")
+        p = of_weight(precision, name, weight, "precision")
+        delta = of_weight(prior, name, weight, "prior precision", broadcast=True)
         if not bool((delta > 0).all()):
             raise ValueError(
                 f"the prior precision of {name!r} is not positive everywhere; the evidence needs a proper prior."
@@ -48,8 +47,8 @@ def loss_rise(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) 
     rises = {}
     for name in names:
         weight = parameters[name].detach()
-        p = _fitting(of_weight(precision, name, "precision"), weight, name)
-        rises[name] = 0.5 * (p + of_weight(prior, name, "prior precision")) * weight.square()
+        p = of_weight(precision, name, weight, "precision")
+        rises[name] = 0.5 * (p + of_weight(prior, name, weight, "prior precision", broadcast=True)) * weight.square()
     return rises
 
 
@@ -63,12 +62,3 @@ def check_nats(nats: float) -> float:
 def removed_sum(values: dict[str, Tensor], masks: Mapping[str, Tensor]) -> float:
     """The sum of ``values`` over the weights that the masks remove, in float64."""
     return sum(float(values[name].double().masked_fill(masks[name], 0).sum()) for name in values)
-
-
-def _fitting(values: Tensor, weight: Tensor, name: str) -> Tensor:
-    if values.shape != weight.shape:
-        raise ValueError(
-            f"the posterior has shape {tuple(values.shape)} for {name!r}, the weight {tuple(weight.shape)}: "
-            "it belongs to another model."
-        )
-    return torch.as_tensor(values, device=weight.device)
