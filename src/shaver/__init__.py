@@ -1,3 +1,67 @@
-"""Bayesian sparsification of neural networks: train with the evidence, prune by the posterior."""
+"""Bayesian sparsification of neural networks: train with the evidence, prune by the posterior.
+
+Names are imported when they are first used, so that ``import shaver`` and the command line start at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_NAMES = {
+    "Diverged": "shaver.training",
+    "History": "shaver.training",
+    "Posterior": "shaver.evidence",
+    "fit": "shaver.training",
+    "log_evidence": "shaver.evidence",
+    "prune": "shaver.pruning",
+    "score": "shaver.criteria",
+}
+_ROOMS = (
+    *("criteria", "curvature", "data", "evidence", "io", "likelihoods", "measure"),
+    *("priors", "pruning", "training", "zoo"),
+)
+
+__all__ = [
+    "Diverged",
+    "History",
+    "Posterior",
+    "__version__",
+    "criteria",
+    "curvature",
+    "data",
+    "evidence",
+    "fit",
+    "io",
+    "likelihoods",
+    "log_evidence",
+    "measure",
+    "priors",
+    "prune",
+    "pruning",
+    "score",
+    "training",
+    "zoo",
+]
+
+if TYPE_CHECKING:
+    from shaver import criteria, curvature, data, evidence, io, likelihoods, measure, priors, pruning, training, zoo
+    from shaver.criteria import score
+    from shaver.evidence import Posterior, log_evidence
+    from shaver.pruning import prune
+    from shaver.training import Diverged, History, fit
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(import_module(_NAMES[name]), name)
+    elif name in _ROOMS:
+        value = import_module(f"shaver.{name}")
+    else:
+        raise AttributeError(f"module 'shaver' has no attribute {name!r}")
+    globals()[name] = value  # the next access is an ordinary one
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,58 @@
+"""The command line: reads the options, calls the study, prints."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from shaver import __version__
+
+_ABOUT = "Train networks that shave well, shave them, and show what is left. `shaver --version` prints the version."
+
+
+def demo(
+    out: Path = Path("runs/demo"), seed: int = 0, repeats: int = 3, epochs: int | None = None, processes: int = 2
+) -> None:
+    """Train, prune and measure two small networks on data that come with the installation.
+
+    Breast cancer (a fully connected network) and 8×8 digits (a small convolutional one) are trained by MAP and by
+    SpaM, pruned by every criterion to ten sparsities, and measured on test data. Tables appear in the terminal;
+    results.csv, figures and the trained networks go into a folder.
+
+    Args:
+        out: Folder for the results; it is created, and files of an earlier run in it are replaced.
+        seed: First seed. The same seed gives the same numbers.
+        repeats: How many seeds to average over.
+        epochs: Passes over the data, instead of each network's own number; 1 is a quick look.
+        processes: Networks that train at the same time, one thread each.
+    """
+    from shaver.study.demo import run_demo  # torch takes seconds to import; --help should not
+
+    console = Console()
+    run_demo(out, seed=seed, repeats=repeats, epochs=epochs, processes=processes, console=console)
+    console.print(f"Everything is in [bold]{out}[/]: results.csv, cost.csv, accuracy.svg, config.json, models/")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Args:
+        arguments: Instead of ``sys.argv[1:]``.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:
+        print(f"shaver {__version__}")
+        return 0
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {"demo": demo}, prog="shaver", description=_ABOUT, args=given or ["--help"]
+        )
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, RuntimeError) as error:  # what users can act on, without a traceback
+        print(f"shaver: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,183 @@
+"""The demo: two small networks on embedded data, trained, pruned by every criterion, measured and shown."""
+
+import platform
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import shaver.data
+import shaver.zoo
+from shaver import criteria
+from shaver.curvature import estimate
+from shaver.evidence import Posterior
+from shaver.io import save_state, write_json
+from shaver.pruning import prune
+from shaver.study.figures import accuracy_figure
+from shaver.study.parallel import Report, run_jobs
+from shaver.study.sweep import SPARSITIES, Row, measure, sweep
+from shaver.study.tables import accuracy_table, cost_table, write_rows
+from shaver.training import fit
+
+METHODS = ("map",)
+#: Where the cost of the pruned network is shown.
+SHOWN_SPARSITY = 0.95
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set, the network for it, and how long it trains."""
+
+    data: str
+    network: dict[str, Any]
+    epochs: int
+    batch_size: int
+    title: str
+
+
+TASKS = (
+    Task("cancer", {"name": "fcn", "inputs": 30, "hidden": [100, 100], "classes": 2}, 100, 32, "Breast cancer, FCN"),
+    Task("digits", {"name": "digits_cnn"}, 60, 64, "Digits, small CNN"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network: a task trained by a method under a seed."""
+
+    task: Task
+    method: str
+    seed: int
+    epochs: int
+    out: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job hands back: rows for the results and for the cost table."""
+
+    rows: list[Row]
+    costs: list[Row]
+    seconds: float
+
+
+def run_demo(
+    out: Path, *, seed: int = 0, repeats: int = 3, epochs: int | None = None, processes: int = 2, console: Console
+) -> list[Row]:
+    """Train, prune and measure; write everything into ``out`` and show tables on the console.
+
+    Args:
+        out: The run folder: ``results.csv``, ``cost.csv``, ``accuracy.svg`` and ``.png``, ``config.json``, and the
+            trained networks with their posteriors and histories in ``models/``.
+        seed: The first seed; it decides the split, the initial weights and the order of the batches.
+        repeats: Seeds in a row; tables and figure show the mean.
+        epochs: Instead of each task's own number.
+        processes: How many networks train at once.
+        console: Where progress and tables appear.
+
+    Returns:
+        The rows of ``results.csv``.
+    """
+    if repeats < 1 or (epochs is not None and epochs < 1) or processes < 1:
+        raise ValueError(f"repeats, epochs and processes must be 1 or more, not {repeats}, {epochs}, {processes}.")
+    began = time.perf_counter()
+    (out / "models").mkdir(parents=True, exist_ok=True)
+    # The longer task first, so that the processes end together.
+    jobs = [
+        Job(task, method, number, epochs or task.epochs, str(out))
+        for task in reversed(TASKS)
+        for method in METHODS
+        for number in range(seed, seed + repeats)
+    ]
+    steps = len(criteria.names()) + 1
+    named = [(f"{job.task.title} · {job.method}", job, job.epochs + steps) for job in jobs]
+    results = run_jobs(run_job, named, processes=processes, console=console)
+    order = {task.data: i for i, task in enumerate(TASKS)}
+    rows = sorted((row for result in results for row in result.rows), key=lambda row: order[row["data"]])
+    costs = sorted((row for result in results for row in result.costs), key=lambda row: order[row["data"]])
+    write_rows(out / "results.csv", rows)
+    write_rows(out / "cost.csv", costs)
+    titles = {task.data: task.title for task in TASKS}
+    accuracy_figure(rows, titles, out / "accuracy")
+    seconds = time.perf_counter() - began
+    write_json(out / "config.json", _configuration(seed, repeats, epochs, processes, seconds, jobs, results))
+    for task in TASKS:
+        console.print(accuracy_table([row for row in rows if row["data"] == task.data], task.title))
+    console.print(cost_table(costs))
+    return rows
+
+
+def run_job(job: Job, report: Report) -> Result:
+    """Train one network, sweep it, and save what a later look needs."""
+    began = time.perf_counter()
+    data = shaver.data.load(job.task.data, seed=job.seed)
+    model = shaver.zoo.build(**job.task.network, seed=job.seed)
+    logger = _Reporter(report, f"seed {job.seed}")
+    history = fit(
+        model, data.train, method=job.method, epochs=job.epochs, batch_size=job.task.batch_size, seed=job.seed,
+        logger=logger,
+    )  # fmt: skip
+    batches, test = data.train.batches(256), list(data.test.batches(256))
+    posterior = history.posterior
+    if posterior is None:  # MAP's prior is the unit Gaussian; its posterior needs the curvature at the end
+        posterior = Posterior(estimate(model, batches), 1.0, dict(model.named_parameters()))
+    example = test[0][0][:1]
+    label = {"data": job.task.data, "method": job.method, "seed": job.seed}
+    rows: list[Row] = []
+    parts = sweep(
+        model, test, criteria=criteria.names(), posterior=posterior, batches=batches, example=example, seed=job.seed
+    )
+    for part in parts:
+        rows += [label | row for row in part]
+        report(1, f"seed {job.seed}  pruned by {part[0]['criterion']}")
+    name = f"{job.out}/models/{job.task.data}-{job.method}-{job.seed}"
+    save_state(f"{name}.safetensors", {"network": job.task.network, "weights": model.state_dict()})
+    posterior.save(f"{name}-posterior.safetensors")
+    history.to_csv(f"{name}-history.csv")
+    costs = [label | row for row in _costs(model, posterior, test, example)]
+    return Result(rows, costs, time.perf_counter() - began)
+
+
+def _costs(model: nn.Module, posterior: Posterior, test: list[Any], example: torch.Tensor) -> list[Row]:
+    """The cost of the dense network and, after it, of the same pruned by OPD."""
+    scores = criteria.score(model, "opd", posterior=posterior)
+    dense = {"sparsity": 0.0} | measure(model, test, example, latency=True)
+    pruned = prune(model, scores, SHOWN_SPARSITY)
+    return [dense, {"sparsity": pruned.achieved} | measure(model, test, example, latency=True)]
+
+
+class _Reporter:
+    """Turns the rows of training into steps of a bar."""
+
+    def __init__(self, report: Report, label: str) -> None:
+        self.report, self.label = report, label
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        self.report(1, f"{self.label}  epoch {step}  loss {row['loss']:.3f}")
+
+
+def _configuration(
+    seed: int, repeats: int, epochs: int | None, processes: int, seconds: float, jobs: list[Job], results: list[Result]
+) -> dict[str, Any]:
+    packages = ("shaver", "torch", "numpy", "scikit-learn", "matplotlib")
+    return {
+        "command": "demo",
+        "seeds": list(range(seed, seed + repeats)),
+        "epochs": {task.data: epochs or task.epochs for task in TASKS},
+        "methods": list(METHODS),
+        "criteria": criteria.names(),
+        "sparsities": list(SPARSITIES),
+        "tasks": [asdict(task) for task in TASKS],
+        "processes": processes,
+        "seconds": round(seconds, 2),
+        "seconds_of_jobs": {
+            f"{j.task.data}-{j.method}-{j.seed}": round(r.seconds, 2) for j, r in zip(jobs, results, strict=True)
+        },
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
+        "platform": platform.platform(),
+    }
