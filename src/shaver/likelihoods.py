@@ -51,6 +51,10 @@ class Likelihood(ABC):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ``ValueError`` where outputs and targets do not belong together. Default: nothing to check."""
 
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Which outputs count, as a mask that broadcasts to them (ignored tokens do not). Default None: all."""
+        return None
+
     def state(self) -> dict[str, float]:
         """Numbers that training changes, such as a noise variance; saved with checkpoints."""
         return {}
@@ -96,6 +100,11 @@ class Classification(Likelihood):
                 f"label {int(targets[wrong][0])} is out of range: the network has {classes} outputs, so "
                 f"labels run from 0 to {classes - 1} (or {self.ignore_index}, ignored)."
             )
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """False where the target is the ignored index."""
+        ignored = targets == self.ignore_index
+        return ~ignored.unsqueeze(-1).movedim(-1, self.class_dim) if bool(ignored.any()) else None
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of each sample, summed over its tokens."""

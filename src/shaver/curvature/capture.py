@@ -1,6 +1,6 @@
 """Watching a model at work: what went into each module, and where its output sits in the autograd graph."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import Forward, batch_size_of, forward_of
 
@@ -24,6 +25,8 @@ class Call:
         edge: Where its output's gradient arrives. An edge, not the tensor: an in-place activation that
             overwrites the output afterwards does not move it.
         numel: How many numbers the output has.
+        parameter: For a raw parameter that was given a copy a sample: its own name in the module; the edge is the
+            copies' then.
     """
 
     name: str
@@ -31,20 +34,84 @@ class Call:
     inputs: Tensor
     edge: GradientEdge
     numel: int
+    parameter: str | None = None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A raw parameter of a module that can be given one copy a sample, because it is used by broadcasting.
+
+    Attributes:
+        name: The module's name in the model.
+        module: The module.
+        own: The parameter's name in it.
+        ones: Dimensions of size one between the samples and the parameter's own; −1 where its first dimension is
+            already one for the samples, as in a class token ``(1, 1, D)``.
+    """
+
+    name: str
+    module: nn.Module
+    own: str
+    ones: int
+
+    def expand(self, parameter: Tensor, count: int) -> Tensor:
+        """A view with one copy a sample; the gradient that reaches it is the per-sample gradient."""
+        if self.ones < 0:
+            return parameter.expand(count, *parameter.shape[1:])
+        return parameter.reshape(1, *(1,) * self.ones, *parameter.shape).expand(
+            count, *(1,) * self.ones, *parameter.shape
+        )
 
 
 @contextmanager
-def recording(modules: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
-    """Record the calls of ``modules`` made inside the block, in order. The hooks are gone afterwards."""
+def recording(modules: Mapping[str, nn.Module], copies: Sequence[Copies] = (), count: int = 0) -> Iterator[list[Call]]:
+    """Record the calls of ``modules`` made inside the block, in order. The hooks are gone afterwards.
+
+    Args:
+        modules: Name → module.
+        copies: Raw parameters to give one copy a sample.
+        count: The number of samples, for ``copies``.
+    """
     calls: list[Call] = []
-    handles = [
-        module.register_forward_hook(recorder(name, calls.append), with_kwargs=True) for name, module in modules.items()
-    ]
+    handles = watch(modules, copies, calls.append, lambda: count)
     try:
         yield calls
     finally:
         for handle in handles:
             handle.remove()
+
+
+def watch(
+    modules: Mapping[str, nn.Module],
+    copies: Sequence[Copies],
+    keep: Callable[[Call], None],
+    count: Callable[[], int],
+) -> list[RemovableHandle]:
+    """Register the hooks behind :func:`recording`; ``count`` is asked at every call, 0 turns copies off."""
+    handles = [module.register_forward_hook(recorder(name, keep), with_kwargs=True) for name, module in modules.items()]
+    for raw in copies:
+        handles.append(raw.module.register_forward_pre_hook(_copier(raw, keep, count)))
+        handles.append(raw.module.register_forward_hook(_restorer(raw), always_call=True))
+    return handles
+
+
+def _copier(raw: Copies, keep: Callable[[Call], None], count: Callable[[], int]) -> Callable[..., None]:
+    def before(module: nn.Module, args: object) -> None:
+        parameter, samples = module._parameters[raw.own], count()
+        if samples and parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+            expanded = raw.expand(parameter, samples)
+            module.__dict__[raw.own] = expanded  # found before the parameter, which stays registered
+            edge = get_gradient_edge(expanded)
+            keep(Call(raw.name, module, parameter.detach(), edge, expanded.numel(), raw.own))
+
+    return before
+
+
+def _restorer(raw: Copies) -> Callable[..., None]:
+    def after(module: nn.Module, args: object, output: object) -> None:
+        module.__dict__.pop(raw.own, None)
+
+    return after
 
 
 def recorder(name: str, keep: Callable[[Call], None]) -> Callable[..., None]:
@@ -72,22 +139,37 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-class Functional(nn.Module):
+class Functional:
     """The model as a function of some of its parameters and a batch, through the user's ``forward``."""
 
     def __init__(self, model: nn.Module, forward: Forward | None) -> None:
-        super().__init__()
         self.model = model
         self.run = forward or forward_of
 
-    def forward(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         """The outputs for a batch."""
         return self.run(self.model, batch)
 
-    def at(self, parameters: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The outputs with ``parameters`` in place of the model's own of those names; tied ones stay tied."""
-        renamed = {f"model.{name}": value for name, value in parameters.items()}
-        return torch.func.functional_call(self, renamed, (batch,))  # type: ignore[no-any-return]
+    def at(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """The outputs with ``weights`` in place of the model's own parameters of those names.
+
+        Tied parameters stay tied. ``torch.func.functional_call`` is not used: it does not restore a module that is
+        registered under two names (torch 2.13).
+        """
+        new = {id(p): weights[name] for name, p in self.model.named_parameters() if name in weights}
+        places = [
+            (module._parameters, own, p)
+            for module in self.model.modules()
+            for own, p in module._parameters.items()
+            if id(p) in new
+        ]
+        try:
+            for parameters, own, p in places:
+                parameters[own] = new[id(p)]  # type: ignore[assignment]
+            return self(batch)
+        finally:
+            for parameters, own, p in places:
+                parameters[own] = p
 
 
 def take(batch: Any, index: slice | Tensor) -> Any:

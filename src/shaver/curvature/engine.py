@@ -89,10 +89,9 @@ def estimate(
             size = batch_size_of(batch)
             chosen = work.choose(size, share)
             if chosen is not None:
-                if not len(chosen):
-                    continue
                 batch = take(batch, chosen)
-            work.add(batch, index)
+            if size and (chosen is None or len(chosen)):
+                work.add(batch, index)
     return work.finish(share)
 
 
@@ -118,7 +117,6 @@ class _Estimation:
         self.budget = MEMORY_BUDGET if memory_budget is None else memory_budget
         self.wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.function = Functional(model, forward)
-        self.generic = GenericRule(self.function, self.budget)
         self.generator = torch.Generator().manual_seed(seed)
         self.offset = float(torch.rand((), generator=self.generator))
         self.plan: Plan | None = None
@@ -190,14 +188,17 @@ class _Estimation:
         if self.source == "ef":
             return torch.autograd.grad(nll.sum(), leaf)[0].unsqueeze(0)
         if self.source == "ggn":
-            return self.likelihood.root(leaf.detach())
-        draws = [self.likelihood.mc_gradient(leaf.detach(), self.generator) for _ in range(self.samples)]
-        return torch.stack(draws) / math.sqrt(self.samples)
+            columns = self.likelihood.root(leaf.detach())
+        else:
+            draws = [self.likelihood.mc_gradient(leaf.detach(), self.generator) for _ in range(self.samples)]
+            columns = torch.stack(draws) / math.sqrt(self.samples)
+        mask = self.likelihood.counted(leaf, target)
+        return columns if mask is None else columns * mask
 
     def _add_piece(self, batch: Any, size: int, columns: int, index: int) -> None:
         plan = self.plan
         assert plan is not None
-        with recording(plan.modules) as calls:
+        with recording(plan.modules, list(plan.copies.values()), size) as calls:
             outputs = self.function(batch)
         check_outputs(outputs, size)
         cotangents = self._cotangents(outputs, batch, index).to(outputs.dtype)
@@ -214,7 +215,8 @@ class _Estimation:
         del outputs, calls, edges
         if rest:
             weights = {name: self.wanted[name] for name in rest}
-            for name, squares in self.generic.square_sum(weights, batch, cotangents).items():
+            generic = GenericRule(self.function, self.budget, plan.vectorised)
+            for name, squares in generic.square_sum(weights, batch, cotangents).items():
                 self._add_diagonal(name, squares, index)
 
     def _awake(self, outputs: Tensor, cotangents: Tensor) -> list[str]:

@@ -16,12 +16,13 @@ class GenericRule:
     Args:
         function: The model as a function of parameters and batch.
         budget: Bytes of per-sample gradients to hold at once.
+        vectorised: Use vmap; else one sample at a time.
     """
 
-    def __init__(self, function: Functional, budget: int) -> None:
+    def __init__(self, function: Functional, budget: int, vectorised: bool) -> None:
         self.function = function
         self.budget = budget
-        self.vectorised = True  # until a model turns out not to allow it
+        self.vectorised = vectorised
 
     def square_sum(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
         """Σ_k Σ_n (∂⟨f(x_n), c_kn⟩/∂θ)² for each of ``weights``.
@@ -46,29 +47,11 @@ class GenericRule:
         """(name, ``(K, n, *shape)``) pairs; one loop over samples where vmap cannot go."""
         detached = {name: w.detach() for name, w in weights.items()}
         if self.vectorised:
-            try:
-                return list(self._vmapped(detached, batch, cotangents).items())
-            except (RuntimeError, ValueError, TypeError, NotImplementedError):
-                self.vectorised = False  # data-dependent control flow, or an operator without a batching rule
+            return list(vmapped_gradients(self.function, detached, batch, cotangents).items())
         rows = [
             self._single(detached, take(batch, slice(n, n + 1)), cotangents[:, n]) for n in range(cotangents.shape[1])
         ]
         return [(name, torch.stack([row[name] for row in rows], 1)) for name in detached]
-
-    def _vmapped(self, weights: dict[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
-        tensors, rebuild = split_samples(batch)
-
-        def one(sample: list[Tensor], rows: Tensor) -> dict[str, Tensor]:
-            def outputs(w: dict[str, Tensor]) -> Tensor:
-                return self.function.at(w, rebuild([t.unsqueeze(0) for t in sample]))[0]
-
-            pullback = torch.func.vjp(outputs, weights)[1]
-            return torch.func.vmap(lambda row: pullback(row)[0])(rows)  # type: ignore[no-any-return]
-
-        with warnings.catch_warnings():  # an operator without a batching rule is slower, not wrong
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            over_samples = torch.func.vmap(one, in_dims=(0, 1), out_dims=1, randomness="different")
-            return over_samples(tensors, cotangents)  # type: ignore[no-any-return]
 
     def _single(self, weights: dict[str, Tensor], batch: Any, rows: Tensor) -> dict[str, Tensor]:
         leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
@@ -81,3 +64,22 @@ class GenericRule:
             name: torch.stack([torch.zeros_like(w) if g[i] is None else g[i] for g in grads])
             for i, (name, w) in enumerate(leaves.items())
         }
+
+
+def vmapped_gradients(
+    function: Functional, weights: dict[str, Tensor], batch: Any, cotangents: Tensor
+) -> dict[str, Tensor]:
+    """∂⟨f(x_n), c_kn⟩/∂θ for all samples and output gradients at once: ``(K, B, *shape)`` by name."""
+    tensors, rebuild = split_samples(batch)
+
+    def one(sample: list[Tensor], rows: Tensor) -> dict[str, Tensor]:
+        def outputs(w: dict[str, Tensor]) -> Tensor:
+            return function.at(w, rebuild([t.unsqueeze(0) for t in sample]))[0]
+
+        pullback = torch.func.vjp(outputs, weights)[1]
+        return torch.func.vmap(lambda row: pullback(row)[0])(rows)  # type: ignore[no-any-return]
+
+    with warnings.catch_warnings():  # an operator without a batching rule is slower, not wrong
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        over_samples = torch.func.vmap(one, in_dims=(0, 1), out_dims=1, randomness="different")
+        return over_samples(tensors, cotangents)  # type: ignore[no-any-return]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, batch_size_of
-from shaver.curvature.capture import Call, Functional, recording, take
+from shaver.curvature.capture import Call, Copies, Functional, recording, take
+from shaver.curvature.generic import vmapped_gradients
 from shaver.curvature.rules import Rule, rules_for
-from shaver.curvature.uses import Use, merge
+from shaver.curvature.uses import Dense, Use, merge
 
 #: Samples in the check. Two would do; three tell "two tokens" from "two samples".
 PROBE = 3
@@ -44,16 +45,20 @@ class Plan:
 
     Attributes:
         choices: (module name, parameter's own name in it, parameter name in the model) → choice.
+        copies: Raw parameters that are given one copy a sample: parameter name → how.
         generic: Parameters left to the generic rule, with the reason.
         idle: Parameters no gradient reached in the check; looked at again in every batch.
+        vectorised: Whether the generic rule may use vmap: operators exist whose batching rule is wrong.
         modules: Module name → module, for those with a choice.
         outputs: Numbers a sample in the recorded outputs: what K backward passes have to keep.
         patches: The largest number of inputs a sample any layer unfolds to.
     """
 
     choices: dict[tuple[str, str, str], Choice] = field(default_factory=dict)
+    copies: dict[str, Copies] = field(default_factory=dict)
     generic: dict[str, str] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
+    vectorised: bool = True
     modules: dict[str, nn.Module] = field(default_factory=dict)
     outputs: int = 0
     patches: int = 0
@@ -67,8 +72,13 @@ class Plan:
             batch: The number of samples.
         """
         found: dict[str, list[Use]] = {}
+        raw = {(copies.name, copies.own): name for name, copies in self.copies.items()}
         for call, grad in zip(calls, grads, strict=True):
             if grad is None:
+                continue
+            if call.parameter is not None:
+                use = Dense(_wide(grad).reshape(len(grad), batch, *call.inputs.shape))
+                found.setdefault(raw[call.name, call.parameter], []).append(use)
                 continue
             keys = [key for key in self.choices if key[0] == call.name]
             if not keys:
@@ -87,6 +97,7 @@ class Plan:
             place = "" if choice.layout == "first" else f" ({choice.layout})"
             words.setdefault(name, []).append(choice.label + place)
         labels = {name: " + ".join(parts) for name, parts in words.items()}
+        labels |= dict.fromkeys(self.copies, "one copy a sample")
         labels |= {name: f"generic: {reason}" for name, reason in self.generic.items()}
         return labels | dict.fromkeys(self.idle, "no gradient reaches it")
 
@@ -123,6 +134,7 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
         if grad is not None:
             by_module.setdefault(call.name, []).append((call, grad.unsqueeze(0)))
 
+    floor = max((float(_rms(r)) for row in references for r in row if r is not None), default=0.0)
     for position, name in enumerate(wanted):
         reference = [r[position] for r in references]
         if all(r is None for r in reference):
@@ -131,20 +143,28 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
         expected = torch.stack([torch.zeros_like(leaves[position]) if r is None else r for r in reference])
         places = [(m, own) for m, names in owners.items() for own, full in names.items() if full == name]
         called = [(m, own) for m, own in places if m in by_module]
-        if not called:
-            plan.generic[name] = "used outside a known layer"
+        fits = _fitting(called, candidates, by_module, expected, floor, count) if called else None
+        if fits is not None:
+            for (module, own), choice in zip(called, fits, strict=True):
+                plan.choices[module, own, name] = choice
             continue
-        fits = _fitting(called, candidates, by_module, expected, count)
-        if fits is None:
-            plan.generic[name] = "no rule for " + " + ".join(type(model.get_submodule(m)).__name__ for m, _ in called)
-            continue
-        for (module, own), choice in zip(called, fits, strict=True):
-            plan.choices[module, own, name] = choice
+        if not called and len(places) == 1:
+            (owner, own) = places[0]
+            for ones in (-1, 0, 1, 2, 3):
+                copies = Copies(owner, model.get_submodule(owner), own, ones)
+                if _broadcasts(copies, function, weights, probe, outputs.detach(), direction, expected, floor):
+                    plan.copies[name] = copies
+                    break
+        if name not in plan.copies:
+            kinds = " + ".join(type(model.get_submodule(m)).__name__ for m, _ in places)
+            plan.generic[name] = f"no rule for this use in {kinds}"
+            plan.vectorised &= _vmap_agrees(function, {name: weights[name]}, probe, direction, expected, floor)
     _settle(plan)
     used = {module for module, _, _ in plan.choices}
     plan.modules = {name: module for name, module in modules.items() if name in used}
     kept = [call for call in calls if call.name in used]
-    plan.outputs = sum(call.numel for call in kept) // count
+    copied = sum(weights[name].numel() for name in plan.copies)
+    plan.outputs = sum(call.numel for call in kept) // count + copied
     plan.patches = max((_unfolded(call) for call in kept), default=0) // count
     return plan
 
@@ -164,6 +184,7 @@ def _fitting(
     candidates: Mapping[str, list[tuple[str, Rule]]],
     by_module: Mapping[str, list[tuple[Call, Tensor]]],
     expected: Tensor,
+    floor: float,
     count: int,
 ) -> list[Choice] | None:
     """The first combination of rules and layouts whose per-sample gradients are autograd's."""
@@ -171,7 +192,6 @@ def _fitting(
         [Choice(label, rule, layout) for layout in _LAYOUTS for label, rule in candidates[module]]
         for module, _ in called
     ]
-    tolerance = _TOLERANCE.get(expected.dtype, 0.2)
     for choices in itertools.islice(itertools.product(*options), 256):
         parts: list[Use] = []
         try:
@@ -182,12 +202,64 @@ def _fitting(
             found = merge(parts).per_sample(0, count)[0]
         except (RuntimeError, ValueError, IndexError, KeyError, StopIteration, AttributeError, TypeError):
             continue  # the shapes do not fit this layout or rule
-        if found.shape != expected.shape:
-            continue
-        wide = expected.to(found.dtype)
-        if bool(torch.linalg.vector_norm(found - wide) <= tolerance * torch.linalg.vector_norm(wide)):
+        if _agree(found, expected, floor):
             return list(choices)
     return None
+
+
+def _broadcasts(
+    copies: Copies,
+    function: Functional,
+    weights: Mapping[str, Tensor],
+    probe: Any,
+    outputs: Tensor,
+    direction: Tensor,
+    expected: Tensor,
+    floor: float,
+) -> bool:
+    """Whether one copy a sample leaves the outputs as they are and receives the per-sample gradients."""
+    count = len(outputs)
+    if copies.ones < 0 and (expected.ndim < 2 or expected.shape[1] != 1):
+        return False
+    try:
+        with recording({}, [copies], count) as calls:
+            again = function.at(weights, probe)
+        if len(calls) != 1 or not _agree(again.detach(), outputs, 0.0):
+            return False
+        (found,) = torch.autograd.grad(again, [calls[0].edge], direction, allow_unused=True)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False  # the parameter is not used by broadcasting over samples
+    return found is not None and _agree(found.reshape(expected.shape), expected, floor)
+
+
+def _vmap_agrees(
+    function: Functional, weights: dict[str, Tensor], probe: Any, direction: Tensor, expected: Tensor, floor: float
+) -> bool:
+    """Whether the generic rule's vmap gives the per-sample gradients, for one output gradient and for two."""
+    (name,) = weights
+    detached = {name: weights[name].detach()}
+    try:
+        for columns in (1, 2):
+            cotangents = direction.expand(columns, *direction.shape)
+            found = vmapped_gradients(function, detached, probe, cotangents)[name]
+            if not all(_agree(row, expected, floor) for row in found):
+                return False
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return False  # data-dependent control flow, or an operator without a batching rule
+    return True
+
+
+def _agree(found: Tensor, expected: Tensor, floor: float) -> bool:
+    """Equal up to rounding; ``floor``, the size of other gradients, stands for one that is zero but for rounding."""
+    if found.shape != expected.shape:
+        return False
+    tolerance = _TOLERANCE.get(expected.dtype, 0.2)
+    wide = expected.to(found.dtype)
+    return bool(_rms(found - wide) <= tolerance * (_rms(wide) + 1e-4 * floor))
+
+
+def _rms(values: Tensor) -> Tensor:
+    return _wide(values).square().mean().sqrt()
 
 
 _LAYOUTS = ("first", "second", "folded", "folded last")
@@ -266,21 +338,27 @@ def _check_independent(
     """A sample's output must not depend on the other samples: per-sample gradients would not exist."""
     if len(outputs) < 2:
         return
-    with torch.no_grad():
-        alone = function.at(weights, take(probe, slice(0, 1)))
+    suspects = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+    ]
+    hint = f" Suspect: {', '.join(suspects)} (track_running_stats=False)." if suspects else ""
+    message = (
+        "the output of a sample changes with the other samples in its batch, so per-sample gradients do not "
+        "exist. A batch-dependent layer (BatchNorm without running statistics) or randomness in evaluation "
+        f"mode does that.{hint}"
+    )
+    try:
+        with torch.no_grad():
+            alone = function.at(weights, take(probe, slice(0, 1)))
+    except ValueError as error:  # what BatchNorm says to a batch of one
+        if suspects:
+            raise ValueError(message) from error
+        raise
     scale = outputs.detach().abs().max()
     tolerance = _TOLERANCE.get(outputs.dtype, 0.2)
     if alone.shape[1:] == outputs.shape[1:] and not bool((alone[0] - outputs[0]).abs().max() <= tolerance * scale):
         if not bool(torch.isfinite(alone).all() and torch.isfinite(outputs).all()):
             return  # a NaN is named where the batch is processed
-        suspects = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
-        ]
-        hint = f" Suspect: {', '.join(suspects)} (track_running_stats=False)." if suspects else ""
-        raise ValueError(
-            "the output of a sample changes with the other samples in its batch, so per-sample gradients do not "
-            "exist. A batch-dependent layer (BatchNorm without running statistics) or randomness in evaluation "
-            f"mode does that.{hint}"
-        )
+        raise ValueError(message)

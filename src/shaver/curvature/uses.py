@@ -202,6 +202,8 @@ def merge(uses: Sequence[Use]) -> Use:
             )
     if isinstance(first, Shift) and all(isinstance(u, Shift) and u.groups == first.groups for u in uses):
         return Shift(torch.cat([u.grads for u in uses if isinstance(u, Shift)], -1), first.groups)
+    if isinstance(first, Dense) and all(isinstance(u, Dense) for u in uses):
+        return Dense(torch.stack([u.grads for u in uses if isinstance(u, Dense)]).sum(0))
     return Several(list(uses))
 
 
