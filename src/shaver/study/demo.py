@@ -84,7 +84,8 @@ def run_demo(
         The rows of ``results.csv``.
     """
     if repeats < 1 or (epochs is not None and epochs < 1) or processes < 1:
-        raise ValueError(f"repeats, epochs and processes must be 1 or more, not {repeats}, {epochs}, {processes}.")
+        given = f"here repeats is {repeats}, epochs {epochs}, processes {processes}"
+        raise ValueError(f"repeats, epochs and processes must be 1 or more; {given}.")
     began = time.perf_counter()
     (out / "models").mkdir(parents=True, exist_ok=True)
     # The longer task first, so that the processes end together.

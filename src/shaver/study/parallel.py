@@ -1,7 +1,9 @@
 """Independent jobs on a few processes, with bars that show how far each is; an error in a job is shown, not lost."""
 
 import multiprocessing
+import os
 import queue
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -69,7 +71,8 @@ def run_jobs(
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise _explain(jobs[futures.index(failed)][0], failed.exception())
         _drain(reports, progress, bars)
-        for bar in bars.values():
+        for bar in bars.values():  # the last reports may still be on their way
+            progress.update(bar, completed=progress.tasks[bar].total)
             progress.stop_task(bar)
     return [future.result() for future in futures]
 
@@ -77,9 +80,9 @@ def run_jobs(
 def _begin(reports: Any) -> None:
     global _reports
     _reports = reports
-    import torch
-
-    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # read when the job imports torch
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def _call(function: Callable[[Job, Report], Result], name: str, job: Job) -> Result:

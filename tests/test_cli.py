@@ -1,0 +1,115 @@
+"""The command line: help a newcomer can read, errors without tracebacks, and a demo whose files hold its numbers."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shaver
+import shaver.zoo
+from shaver.cli import main
+from shaver.io import load_state
+from shaver.study.demo import METHODS, TASKS
+
+
+def test_help_names_the_commands_without_importing_torch():
+    code = "import sys; from shaver.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+    assert "--version" in done.stdout
+
+
+def test_no_arguments_show_the_help(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_help_of_the_demo_explains_every_option(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["demo", "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--out", "--seed", "--repeats", "--epochs", "--processes"):
+        assert option in text
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shaver {shaver.__version__}\n"
+
+
+def test_an_impossible_setting_is_a_message_and_not_a_traceback(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), "--epochs", "0"]) == 1
+    assert capsys.readouterr().err == (
+        "shaver: repeats, epochs and processes must be 1 or more; here repeats is 3, epochs 0, processes 2.\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One epoch, one seed: the files of a real run."""
+    out = tmp_path_factory.mktemp("demo")
+    assert main(["demo", "--out", str(out), "--epochs", "1", "--repeats", "1", "--seed", "3"]) == 0
+    with open(out / "results.csv") as file:
+        return out, list(csv.DictReader(file))
+
+
+def test_the_demo_writes_what_it_promises(run):
+    out, rows = run
+    criteria = shaver.criteria.names()
+    assert len(rows) == len(TASKS) * len(METHODS) * (1 + 10 * len(criteria))
+    assert {(r["data"], r["method"], r["criterion"]) for r in rows if r["criterion"] != "dense"} == {
+        (task.data, method, name) for task in TASKS for method in METHODS for name in criteria
+    }
+    for column in ("accuracy", "nll", "ece", "brier", "reached", "nonzeros", "bytes_sparse"):
+        assert all(math.isfinite(float(row[column])) for row in rows), column
+    config = json.loads((out / "config.json").read_text())
+    assert config["seeds"] == [3]
+    assert config["versions"]["torch"] == torch.__version__
+    for name in ("accuracy.svg", "accuracy.png", "cost.csv"):
+        assert (out / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.data)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("criterion", ["magnitude", "opd"])
+def test_the_numbers_in_the_file_are_those_of_the_saved_networks(run, task, method, criterion):
+    out, rows = run
+    name = f"{task.data}-{method}-3"
+    saved = load_state(out / "models" / f"{name}.safetensors")
+    posterior = shaver.Posterior.load(out / "models" / f"{name}-posterior.safetensors")
+    test = shaver.data.load(task.data, seed=3).test
+    for sparsity in ("0.4", "0.95"):
+        model = shaver.zoo.build(**saved["network"])
+        model.load_state_dict(saved["weights"])
+        scores = shaver.score(model, criterion, posterior=posterior)
+        shaver.prune(model, scores, float(sparsity))
+        with torch.no_grad():
+            logits = model.eval()(test[:][0]).double()
+        labels = test[:][1]
+        (row,) = [
+            r for r in rows
+            if (r["data"], r["method"], r["criterion"], r["sparsity"]) == (task.data, method, criterion, sparsity)
+        ]  # fmt: skip
+        assert float(row["accuracy"]) == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
+        assert float(row["nll"]) == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-5)
+        assert int(row["nonzeros"]) == sum(int(p.count_nonzero()) for p in model.parameters())
+        weights = [p for p in model.parameters() if p.ndim >= 2]
+        zeros = sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights)
+        assert float(row["reached"]) == pytest.approx(float(sparsity), abs=1e-3)
+        assert zeros >= float(row["reached"]) - 1e-9
+
+
+def test_the_history_of_training_is_kept(run):
+    out, _ = run
+    for task in TASKS:
+        with open(out / "models" / f"{task.data}-map-3-history.csv") as file:
+            (row,) = csv.DictReader(file)
+        assert float(row["loss"]) > 0
