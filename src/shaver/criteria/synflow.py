@@ -107,7 +107,7 @@ class _Flow(nn.Module):
             flow = functional_call(self, {f"network.{name}": tensor for name, tensor in state.items()}, ())
             if not bool(flow.isfinite()):
                 raise ValueError(
-                    f"the flow through the network is {float(flow)}: it leaves float64's range. SynFlow needs weights "
+                    f"the flow through the network is {flow.item()}: it leaves float64's range. SynFlow needs weights "
                     "without NaN and a network that is not thousands of layers deep."
                 )
             gradients = torch.autograd.grad(flow, leaves, allow_unused=True)

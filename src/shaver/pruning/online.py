@@ -103,6 +103,11 @@ class OnlinePruner:
                 raise ValueError("the scores are for other parameters than those of the earlier updates.")
             scores = {n: s.masked_fill(~old[n].to(s.device), -float("inf")) for n, s in scores.items()}
         ranking = Ranking(scores, **self._limits)
+        if round(self.target * ranking.total) > round(ranking.limit * ranking.total):
+            raise ValueError(
+                f"the target of {self.target:g} is out of reach: with the cap and the minimum kept in each layer at most "
+                f"{ranking.limit:.6g} can be removed."
+            )
         fallen = old.total - old.kept if old is not None else 0
         masks = ranking.removing(max(fallen, round(requested * ranking.total)))
         if old is not None:

@@ -69,7 +69,7 @@ def highest_sparsity(
         best, best_quality = masks, reached
         return True
 
-    low, high = 0, round(min(limit, ranking.limit) * total)
+    low, high = 0, min(total - 1, round(min(limit, ranking.limit) * total))
     if within(high):
         return best, before, best_quality
     while high - low > max(1, round(tolerance * total)):

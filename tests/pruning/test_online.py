@@ -1,0 +1,133 @@
+"""Online pruning: along the schedule, never back."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shaver.criteria import score
+from shaver.io import load_state, save_state
+from shaver.pruning import OnlinePruner, cubic, linear
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    return model, optimizer, torch.randn(30, 10), torch.randint(0, 5, (30,))
+
+
+def epoch(model, optimizer, x, y):
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def zeros(model):
+    return {n: p.detach() == 0 for n, p in model.named_parameters() if p.ndim > 1}
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cubic"])
+def test_sparsity_follows_the_schedule_and_the_fallen_stay_down(schedule):
+    model, optimizer, x, y = build()
+    pruner = OnlinePruner(model, optimizer, 0.9, schedule=schedule, start=0.2, end=0.8)
+    assert pruner.masks is None
+    before = zeros(model)
+    for step in range(1, 11):
+        epoch(model, optimizer, x, y)
+        report = pruner.update(score(model, "random", seed=step), step / 10)  # scores that change their mind
+        t = min(1, max(0, (step / 10 - 0.2) / 0.6))
+        expected = 0.9 * (t if schedule == "linear" else 1 - (1 - t) ** 3)
+        assert report.achieved == pytest.approx(expected, abs=0.5 / 300)
+        epoch(model, optimizer, x, y)
+        now = zeros(model)
+        assert all(bool((now[n] | ~before[n]).all()) for n in now)
+        assert all(torch.equal(now[n], ~pruner.masks[n]) for n in now)
+        before = now
+    assert pruner.masks.sparsity == pytest.approx(0.9)
+
+
+def test_an_earlier_progress_does_not_bring_weights_back():
+    model, optimizer, _, _ = build()
+    pruner = OnlinePruner(model, optimizer, 0.8)
+    pruner.update(score(model, "magnitude"), 0.5)
+    masks = pruner.masks
+    pruner.update(score(model, "random"), 0.1)
+    assert all(torch.equal(masks[n], pruner.masks[n]) for n in masks)
+
+
+def test_the_schedules_run_from_nothing_to_all():
+    for schedule in (linear, cubic):
+        assert (schedule(0.0), schedule(1.0)) == (0.0, 1.0)
+    assert cubic(0.5) == 0.875
+    model, optimizer, _, _ = build()
+    late = OnlinePruner(model, optimizer, 0.8, schedule=lambda t: t**2, end=1.0)
+    assert late.sparsity_at(0.5) == pytest.approx(0.2)
+
+
+def test_limits_per_layer_hold_online():
+    model, optimizer, x, y = build()
+    pruner = OnlinePruner(model, optimizer, 0.9, minimum=12)
+    for step in range(1, 6):
+        epoch(model, optimizer, x, y)
+        report = pruner.update(score(model, "magnitude"), step / 5)
+    assert min(layer.kept for layer in report.layers) >= 12
+    assert report.achieved == pytest.approx(0.9, abs=0.002)
+
+
+def test_a_target_out_of_reach_is_said_at_the_first_update():
+    model, optimizer, _, _ = build()
+    pruner = OnlinePruner(model, optimizer, 0.99, minimum=10)
+    with pytest.raises(ValueError, match=r"target of 0\.99 is out of reach"):
+        pruner.update(score(model, "magnitude"), 0.01)
+    assert pruner.masks is None
+
+
+def test_a_checkpoint_restores_the_masks(tmp_path):
+    model, optimizer, x, y = build()
+    pruner = OnlinePruner(model, optimizer, 0.9)
+    pruner.update(score(model, "magnitude"), 0.3)
+    save_state(tmp_path / "pruner.safetensors", pruner.state_dict())
+    other, other_optimizer, _, _ = build()
+    resumed = OnlinePruner(other, other_optimizer, 0.9)
+    resumed.load_state_dict(load_state(tmp_path / "pruner.safetensors"))
+    epoch(other, other_optimizer, x, y)
+    assert all(torch.equal(z, ~pruner.masks[n]) for n, z in zeros(other).items())
+    fresh = OnlinePruner(other, other_optimizer, 0.9)
+    fresh.load_state_dict(OnlinePruner(other, other_optimizer, 0.9).state_dict())
+    assert fresh.masks is None
+
+
+def test_release_lets_weights_grow_again():
+    model, optimizer, x, y = build()
+    pruner = OnlinePruner(model, optimizer, 0.9)
+    pruner.update(score(model, "magnitude"), 1.0)
+    pruner.release()
+    epoch(model, optimizer, x, y)
+    assert any(bool((~zeros(model)[n] & ~pruner.masks[n]).any()) for n in pruner.masks)
+
+
+def test_bad_arguments_leave_everything_as_it_is():
+    model, optimizer, _, _ = build()
+    for options, message in [
+        ({"target": 99}, "For 99 % write"),
+        ({"target": 0.9, "start": 0.7, "end": 0.6}, "start < end"),
+        ({"target": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
+        ({"target": 0.9, "scope": "2:4"}, "unknown scope"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            OnlinePruner(model, optimizer, **options)
+    pruner = OnlinePruner(model, optimizer, 0.9)
+    scores = score(model, "magnitude")
+    pruner.update(scores, 0.3)
+    before = zeros(model)
+    for bad, progress, message in [
+        (scores, 1.5, "progress is"),
+        ({n: s * float("nan") for n, s in scores.items()}, 0.5, "NaN"),
+        ({"0.weight": scores["0.weight"]}, 0.5, "other parameters"),
+        ({"7.weight": scores["0.weight"]}, 0.5, "does not have"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            pruner.update(bad, progress)
+    assert all(torch.equal(before[n], z) for n, z in zeros(model).items())
