@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 #: The key of a dict batch that holds the targets.
 LABELS = "labels"
@@ -27,15 +28,24 @@ def forward_of(model: nn.Module, batch: Any) -> Tensor:
         outputs = model(**{key: value for key, value in batch.items() if key != LABELS})
     else:
         outputs = model(*_pair(batch)[:-1])
-    if isinstance(outputs, Mapping) and "logits" in outputs:
-        outputs = outputs["logits"]
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor):
+    return outputs_in(outputs)
+
+
+def outputs_in(result: Any) -> Tensor:
+    """The outputs in what a model returned: the tensor itself, or its ``.logits`` (or ``"logits"`` entry).
+
+    Raises:
+        TypeError: There is no tensor to be found.
+    """
+    if isinstance(result, Mapping) and "logits" in result:
+        result = result["logits"]
+    result = getattr(result, "logits", result)
+    if not isinstance(result, Tensor):
         raise TypeError(
-            f"the model returned a {type(outputs).__name__}, not a tensor or something with .logits; "
+            f"the model returned a {type(result).__name__}, not a tensor or something with .logits; "
             "pass forward=lambda model, batch: … that returns the outputs."
         )
-    return outputs
+    return result
 
 
 def targets_of(batch: Any) -> Tensor:
@@ -67,8 +77,7 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         TypeError: The batch holds no tensor with a batch dimension.
     """
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    for value in values:
+    for value in tree_leaves(batch):
         if isinstance(value, Tensor) and value.ndim:
             return len(value)
     raise TypeError(f"cannot tell the size of a batch of type {type(batch).__name__}: it holds no tensor.")

@@ -2,6 +2,7 @@
 
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
 from shaver.curvature.engine import estimate
+from shaver.curvature.online import OnlineCurvature
 from shaver.curvature.rules import register_rule
 from shaver.curvature.uses import Dense, Outer, Rows, Shift, Use
 
@@ -11,6 +12,7 @@ __all__ = [
     "Dense",
     "DiagonalBlock",
     "KroneckerBlock",
+    "OnlineCurvature",
     "Outer",
     "Rows",
     "Shift",

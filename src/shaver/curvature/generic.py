@@ -40,7 +40,7 @@ class GenericRule:
         for start in range(0, count, step):
             piece = slice(start, min(start + step, count))
             for name, grads in self._gradients(weights, take(batch, piece), cotangents[:, piece]):
-                totals[name] += grads.to(totals[name].dtype).square_().sum((0, 1))
+                totals[name] += grads.to(totals[name].dtype).square().sum((0, 1))
         return totals
 
     def _gradients(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> list[tuple[str, Tensor]]:

@@ -90,6 +90,17 @@ class Plan:
         for name, parts in found.items():
             yield name, merge(parts)
 
+    def single_uses(self, calls: list[Call]) -> set[tuple[str, str | None]]:
+        """(module, raw parameter or None) of the calls whose parameters occur in no other of these calls."""
+        users: dict[str, list[tuple[str, str | None]]] = {}
+        for call in calls:
+            names = [key[2] for key in self.choices if key[0] == call.name] if call.parameter is None else []
+            names += [n for n, c in self.copies.items() if (c.name, c.own) == (call.name, call.parameter)]
+            for name in names:
+                users.setdefault(name, []).append((call.name, call.parameter))
+        shared = {user for several in users.values() if len(several) > 1 for user in several}
+        return {(call.name, call.parameter) for call in calls} - shared
+
     def labels(self) -> dict[str, str]:
         """Parameter → rule, in words."""
         words: dict[str, list[str]] = {}

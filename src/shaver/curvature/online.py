@@ -1,0 +1,342 @@
+"""H from training's own passes: a moving average of the diagonal, with no pass over the data of its own.
+
+Hooks on the model look at every k-th step. The empirical Fisher (EF) is read off the ordinary backward pass; the
+Monte-Carlo Fisher (MC) adds one backward pass, without weight gradients, on those steps.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from shaver.batches import outputs_in
+from shaver.curvature.blocks import Curvature, DiagonalBlock
+from shaver.curvature.capture import Call, Functional, undisturbed, watch
+from shaver.curvature.engine import MEMORY_BUDGET
+from shaver.curvature.generic import GenericRule
+from shaver.curvature.plan import Plan, make_plan
+from shaver.curvature.reading import read_loss
+from shaver.likelihoods import Classification, Likelihood, get_likelihood
+from shaver.naming import check_name
+
+
+class OnlineCurvature:
+    """Watches a model in training and keeps a bias-corrected moving average of the diagonal of H.
+
+    Example:
+        >>> online = OnlineCurvature(model, data_size=len(train_set), every=4)
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     loss = F.cross_entropy(model(x), y)
+        ...     with online.watch():
+        ...         loss.backward()
+        ...     optimizer.step()
+        >>> h = online.curvature().diagonal()
+
+    Several forward and backward passes before one ``step`` (gradient accumulation) count as one larger batch. In
+    training mode batch norm's statistics count as constants and dropout stays on.
+
+    Args:
+        model: The network, called as ``model(...)`` in the loop.
+        data_size: N: H is scaled to the sum over the whole data set.
+        source: ``"ef"`` or ``"mc"``.
+        every: Look at every ``every``-th step.
+        decay: Of the moving average, for each look.
+        likelihood: What the outputs mean.
+        loss: How the loss that is differentiated relates to the likelihood: ``"mean"`` or ``"sum"`` over samples of
+            the negative log likelihood, or ``"auto"``: for classification the factor is read off the gradient at
+            the outputs, whatever the reduction, accumulation or loss scale; otherwise ``"mean"``.
+        seed: For the labels that MC draws.
+
+    Attributes:
+        weight: What the last observed step's loss counts as, in units of the mean negative log likelihood: 1 for a
+            mean, the batch size for a sum, the loss scale with mixed precision.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_size: int,
+        *,
+        source: str = "ef",
+        every: int = 4,
+        decay: float = 0.98,
+        likelihood: str | Likelihood = "classification",
+        loss: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        check_name("online source", source, ("ef", "mc"))
+        check_name("loss", loss, ("auto", "mean", "sum"))
+        if data_size < 1 or every < 1 or not 0 <= decay < 1:
+            raise ValueError(
+                f"data_size and every are at least 1 and decay is in [0, 1), not data_size={data_size}, "
+                f"every={every}, decay={decay}."
+            )
+        self.model, self.data_size, self.source = model, data_size, source
+        self.every, self.decay, self.likelihood, self.loss = every, decay, get_likelihood(likelihood), loss
+        self.wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.wanted:
+            raise ValueError("the model has no trainable parameter; set requires_grad on those that matter.")
+        self.generator = torch.Generator().manual_seed(seed)
+        self.average: dict[str, Tensor] = {}
+        self.average_nll = 0.0
+        self.looks = self.steps = 0
+        self.weight = 1.0
+        self.plan: Plan | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0  # samples seen in this step
+        self._weight = self._nll = 0.0
+        self._passes: list[_Pass] = []
+        self._running: _Pass | None = None
+        self._busy = False
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    # The user's side -------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether the present step is looked at."""
+        return self.steps % self.every == 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around ``loss.backward()`` in a loop of one's own: ends the step."""
+        yield
+        self.step()
+
+    def step(self) -> bool:
+        """End a step: take what its passes showed into the average. Returns whether there was anything."""
+        looked = self.active
+        self.steps += 1
+        if not looked:
+            return False
+        passes, self._passes = self._passes, []
+        try:
+            for seen in passes:
+                if self.plan is not None and seen.backward:
+                    self._finish(seen)
+            if not self._count:
+                return False
+            self._merge()
+            return True
+        finally:
+            self._sums, self._count, self._weight, self._nll = {}, 0, 0.0, 0.0
+
+    def curvature(self) -> Curvature:
+        """The average so far as a :class:`Curvature`; the log likelihood is an average too."""
+        if not self.looks:
+            raise RuntimeError(
+                "no training step has been observed yet: the model must be called as model(x) with gradients on, "
+                "and followed by backward() and step()."
+            )
+        correction = 1 / (1 - self.decay**self.looks)
+        blocks = {name: DiagonalBlock(self.average[name] * correction) for name in self.wanted}
+        assert self.plan is not None
+        rules = self.plan.labels()
+        log_likelihood = -self.average_nll * correction * self.data_size
+        return Curvature(dict(blocks), log_likelihood, self.data_size, "diag", self.source, rules)
+
+    def close(self) -> None:
+        """Remove every hook from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def state_dict(self) -> dict[str, object]:
+        """Tensors and numbers that a resumed run needs."""
+        return {
+            "average": dict(self.average),
+            "average_nll": self.average_nll,
+            "looks": self.looks,
+            "steps": self.steps,
+            "weight": self.weight,
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take :meth:`state_dict` back."""
+        self.average = {name: value.clone() for name, value in state["average"].items()}
+        self.average_nll, self.looks, self.steps = state["average_nll"], state["looks"], state["steps"]
+        self.weight = state["weight"]
+        self.generator.set_state(state["generator"])
+
+    # The hooks -------------------------------------------------------------------------------------------------
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._running = None
+        if self._busy or not self.active or not torch.is_grad_enabled() or not model.training:
+            return
+        first = next((v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.ndim), None)
+        if first is None or not len(first):
+            return
+        if self.plan is None:
+            self._make_plan(args, kwargs)
+        self._running = _Pass(args, kwargs, len(first))
+
+    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._busy = True
+        try:
+            with undisturbed(self.model):
+                self.plan = make_plan(self.model, _call, (args, kwargs), self.wanted)
+        finally:
+            self._busy = False
+        self._handles += watch(self.plan.modules, list(self.plan.copies.values()), self._keep, self._samples)
+
+    def _samples(self) -> int:
+        return self._running.count if self._running is not None else 0
+
+    def _keep(self, call: Call) -> None:
+        if self._running is not None:
+            self._running.calls.append(call)
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        seen, self._running = self._running, None
+        if seen is None:
+            return
+        outputs = outputs_in(result)
+        if not outputs.requires_grad:
+            return
+        seen.outputs = outputs.detach()
+        self._passes.append(seen)
+        edge = get_gradient_edge(outputs)
+        # registered first: where the last layer is the output, its catcher needs the factor
+        edge.node.register_prehook(self._reader(seen, edge.output_nr))
+        if self.source == "mc":
+            gradient = self.likelihood.mc_gradient(seen.outputs, self.generator).to(outputs.dtype)
+            seen.cotangent = gradient
+            edges = [call.edge for call in seen.calls]
+            grads = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
+            seen.grads = [None if g is None else g.unsqueeze(0) for g in grads]
+        else:
+            seen.grads = [None] * len(seen.calls)
+            alone = self.plan.single_uses(seen.calls) if self.plan is not None else set()
+            for place, call in enumerate(seen.calls):
+                at_once = (call.name, call.parameter) in alone
+                call.edge.node.register_prehook(self._catcher(seen, place, call.edge.output_nr, at_once))
+
+    def _reader(self, seen: "_Pass", number: int) -> Any:
+        """A hook for the gradient that the user's loss sends to the outputs: it tells the loss's scale."""
+
+        def hook(grads: tuple[Tensor, ...]) -> None:
+            if grads[number] is not None and not seen.backward:
+                seen.backward = True
+                self._read(seen, grads[number].detach())
+
+        return hook
+
+    def _read(self, seen: "_Pass", gradient: Tensor) -> None:
+        seen.factor = 1.0 / seen.count if self.loss != "sum" else 1.0
+        if self.source == "ef":
+            seen.cotangent = gradient
+        if self.loss == "auto" and isinstance(self.likelihood, Classification):
+            assert seen.outputs is not None
+            reading = read_loss(self.likelihood, seen.outputs, gradient)
+            # None: every label is predicted with certainty, there is nothing to read or to add
+            seen.factor, seen.nll = (0.0, 0.0) if reading is None else (reading.factor, reading.nll)
+
+    def _catcher(self, seen: "_Pass", place: int, number: int, at_once: bool) -> Any:
+        """A hook for the gradient at a layer's output. A layer used once is squared and forgotten on the spot."""
+
+        def hook(grads: tuple[Tensor, ...]) -> None:
+            if grads[number] is None or seen.caught[place]:
+                return  # the first backward pass counts
+            seen.caught[place] = True
+            gradient = grads[number].detach().unsqueeze(0)
+            if not at_once:
+                seen.grads[place] = gradient
+            elif seen.factor:
+                self._square([seen.calls[place]], [gradient], seen)
+                seen.calls[place].inputs = seen.calls[place].inputs.new_empty(0)
+
+        return hook
+
+    # The sums --------------------------------------------------------------------------------------------------
+
+    def _square(self, calls: list[Call], grads: list[Tensor | None], seen: "_Pass") -> None:
+        """Add the squares of per-sample gradients, in units of the negative log likelihood."""
+        assert self.plan is not None
+        with torch.no_grad():
+            for name, use in self.plan.uses(calls, grads, seen.count):
+                self._add(name, use.square_sum(), seen.factor if self.source == "ef" else 1.0)
+
+    def _finish(self, seen: "_Pass") -> None:
+        """What one pass still has to give: layers used several times, and the generic rule."""
+        if not seen.factor:
+            return
+        assert self.plan is not None
+        assert seen.cotangent is not None
+        self._square(seen.calls, seen.grads, seen)
+        rest = [*self.plan.generic, *(name for name in self.plan.idle if self.wanted[name].grad is not None)]
+        if rest:
+            self._generic(rest, seen, seen.cotangent.unsqueeze(0), seen.factor if self.source == "ef" else 1.0)
+        self._weight += seen.factor * seen.count
+        self._nll += seen.nll
+        self._count += seen.count
+
+    def _generic(self, names: list[str], seen: "_Pass", cotangents: Tensor, divisor: float) -> None:
+        assert self.plan is not None
+        rule = GenericRule(Functional(self.model, _call), MEMORY_BUDGET, self.plan.vectorised)
+        self._busy = True
+        try:
+            with undisturbed(self.model):
+                weights = {name: self.wanted[name] for name in names}
+                squares = rule.square_sum(weights, (seen.args, seen.kwargs), cotangents)
+        finally:
+            self._busy = False
+        for name, value in squares.items():
+            self._add(name, value, divisor)
+
+    def _add(self, name: str, squares: Tensor, divisor: float) -> None:
+        squares /= divisor**2
+        if name in self._sums:
+            self._sums[name] += squares
+        else:
+            self._sums[name] = squares
+
+    def _merge(self) -> None:
+        """Scale the step's sums to the data set and take them into the average."""
+        scale = (1 - self.decay) * self.data_size / self._count
+        for name, parameter in self.wanted.items():
+            if name not in self.average:
+                wide = parameter.detach().float() if parameter.element_size() < 4 else parameter.detach()
+                self.average[name] = torch.zeros_like(wide)
+            average = self.average[name]
+            average.mul_(self.decay)
+            if name in self._sums:
+                average.add_(self._sums[name], alpha=scale)
+            if not bool(torch.isfinite(average.sum())):
+                raise FloatingPointError(
+                    f"the curvature of {name!r} is not finite at step {self.steps}: the batch, the weights or the "
+                    "loss hold NaN or infinity."
+                )
+        self.average_nll = self.decay * self.average_nll + (1 - self.decay) * self._nll / self._count
+        self.weight = self._weight
+        self.looks += 1
+
+
+class _Pass:
+    """One forward pass and, once it happened, its backward pass."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
+        self.args, self.kwargs, self.count = args, kwargs, count
+        self.calls: list[Call] = []
+        self.grads: list[Tensor | None] = []
+        self.outputs: Tensor | None = None
+        self.caught: dict[int, bool] = defaultdict(bool)
+        self.cotangent: Tensor | None = None
+        self.backward = False
+        self.factor = self.nll = 0.0
+
+
+def _call(model: nn.Module, batch: Any) -> Tensor:
+    args, kwargs = batch
+    return outputs_in(model(*args, **kwargs))

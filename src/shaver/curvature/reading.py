@@ -1,0 +1,62 @@
+"""Reading a loss off its gradient: how often a classification loss counts each sample, and the likelihood itself."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shaver.likelihoods import Classification
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the gradient at the outputs tells.
+
+    Attributes:
+        factor: c in loss = c · Σ_n −log p(y_n): 1/B for a mean over B samples, 1 for a sum, times the loss scale.
+        nll: Σ_n −log p(y_n).
+    """
+
+    factor: float
+    nll: float
+
+
+def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> Reading | None:
+    """Find c and the labels from ∂loss/∂f = c · (softmax(f) − e_y), the gradient of cross entropy.
+
+    Each row has one negative entry, at its label; ignored rows are zero. No assumption is made about how the loss
+    was reduced, accumulated or scaled.
+
+    Returns:
+        The reading, or None where every row is zero.
+
+    Raises:
+        ValueError: The gradient is not of that form, so the loss is not the plain cross entropy of the outputs.
+    """
+    f = outputs.movedim(likelihood.class_dim, -1).flatten(0, -2)
+    g = (
+        gradient.movedim(likelihood.class_dim, -1)
+        .flatten(0, -2)
+        .to(f.dtype if f.element_size() >= 4 else torch.float32)
+    )
+    f = f.to(g.dtype)
+    if not bool(torch.isfinite(g).all()):
+        raise FloatingPointError("the loss's gradient at the outputs holds NaN or infinity.")
+    counted = g.abs().amax(1) > 0
+    if not bool(counted.any()):
+        return None
+    if not bool(counted.all()):
+        f, g = f[counted], g[counted]
+    log_p = f.log_softmax(1)
+    label = g.argmin(1, keepdim=True)
+    unit = log_p.exp()
+    unit.scatter_add_(1, label, torch.full_like(unit[:, :1], -1.0))
+    factor = float(g.abs().sum(dtype=torch.float64) / unit.abs().sum(dtype=torch.float64).clamp_min(1e-300))
+    error = float((g - factor * unit).abs().sum(dtype=torch.float64) / g.abs().sum(dtype=torch.float64))
+    if error > (0.02 if outputs.element_size() >= 4 and gradient.element_size() >= 4 else 0.1):
+        raise ValueError(
+            "the loss is not a multiple of the cross entropy of the model's outputs (label smoothing, class or "
+            "sample weights, a further term, or outputs that are already probabilities), so its scale cannot be "
+            'read. Pass loss="mean" or loss="sum", whichever reduction it uses, and source="mc".'
+        )
+    return Reading(factor, float(-log_p.gather(1, label).sum(dtype=torch.float64)))
