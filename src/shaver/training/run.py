@@ -100,19 +100,21 @@ class Run:
             raise ValueError(f"train gave no batches in epoch {self.epoch + 1}; it had {self.train.count} before.")
         self._checked = True
         if self.spam is not None:
-            self.spam.end_epoch(self.train.epoch(self.epoch))
+            with self._naming_divergence():
+                self.spam.end_epoch(self.train.epoch(self.epoch))
         if found := divergence.explain_parameters(self.model):
             raise self._diverged(found)
-        self.epoch += 1
-        row: dict[str, Any] = {"epoch": self.epoch, "loss": total / seen, "lr": lr}
+        row: dict[str, Any] = {"epoch": self.epoch + 1, "loss": total / seen, "lr": lr}
         if self.l1:
             row["penalty"] = self.l1 * float(l1_norm(self.model))
         if self.valid is not None:
             row |= self._validate(self.valid)
         if self.spam is not None:
-            row |= self.spam.statistics()
+            with self._naming_divergence():
+                row |= self.spam.statistics()
         row["seconds"] = time.perf_counter() - began
         self.history.append(row)
+        self.epoch += 1
         self.finished = self.epoch >= self.epochs or self._evidence_stalled()
         if self.folder is not None:
             checkpoints.save_checkpoint(self.folder, self.epoch, self._state())
@@ -155,7 +157,8 @@ class Run:
         if self.options.clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.options.clip)
         if self.spam is not None:
-            self.spam.step(self.optimizer, scaler=self.scaler)
+            with self._naming_divergence():
+                self.spam.step(self.optimizer, scaler=self.scaler)
         elif self.scaler is not None:
             self.scaler.step(self.optimizer)
         else:
@@ -198,6 +201,14 @@ class Run:
         if patience is None or len(evidences) <= patience:
             return False
         return bool(max(evidences[-patience:]) <= max(evidences[:-patience]))
+
+    @contextmanager
+    def _naming_divergence(self) -> Iterator[None]:
+        """Exploding precisions or an evidence that is not finite end training as a NaN in the loss does."""
+        try:
+            yield
+        except FloatingPointError as error:
+            raise self._diverged(str(error).rstrip(".")) from error
 
     def _diverged(self, culprit: str, ahead: int = 0) -> Diverged:
         if self.folder is None:
