@@ -11,7 +11,9 @@ import torch
 from problems import batches, blobs, identical, network, noisy_forward, weights
 from torch.utils.data import DataLoader, TensorDataset
 
+from shaver.data import InMemory
 from shaver.io import load_state
+from shaver.likelihoods import Classification
 from shaver.training import Options, fit
 
 KILLER = '''
@@ -22,6 +24,7 @@ import torch
 from problems import batches, network, noisy_forward
 from shaver.training import fit
 torch.set_num_threads(1)
+fit(network(), batches(), method="map", epochs=1)  # what is imported on first use is imported here, once
 folder, settings = sys.argv[2], json.loads(sys.argv[3])
 
 def slow(model, batch):
@@ -128,6 +131,47 @@ def test_a_shuffling_loader_with_its_own_generator_continues_in_step(tmp_path):
         fit(network(), loader(), method="map", epochs=4, folder=tmp_path, logger=_stop_after(2))
     fit(continued, loader(), method="map", epochs=4, folder=tmp_path)
     assert identical(weights(whole), weights(continued))
+
+
+def test_data_in_memory_are_shuffled_and_augmented_by_the_epoch(tmp_path):
+    def jitter(x, generator):
+        return x + 0.1 * torch.randn(x.shape, generator=generator)
+
+    data = InMemory(*blobs(), augment=jitter)
+    settings = {"method": "map", "epochs": 4, "batch_size": 20}
+    whole, continued = network(), network()
+    fit(whole, data, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit(network(), data, folder=tmp_path, logger=_stop_after(2), **settings)
+    fit(continued, data, folder=tmp_path, **settings)
+    assert identical(weights(whole), weights(continued))
+
+
+class _Warming(Classification):
+    """A likelihood with a number of its own that training changes, and that changes the loss."""
+
+    steps = 0
+
+    def nll(self, outputs, targets):
+        self.steps += outputs.requires_grad
+        return super().nll(outputs, targets) * (1 - 0.5**self.steps)
+
+    def state(self):
+        return {"steps": float(self.steps)}
+
+    def load_state(self, state):
+        self.steps = int(state["steps"])
+
+
+def test_what_the_likelihood_learned_comes_back(tmp_path):
+    settings = {"method": "map", "epochs": 4}
+    whole, continued, last = network(), network(), _Warming()
+    fit(whole, batches(), likelihood=_Warming(), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit(network(), batches(), likelihood=_Warming(), folder=tmp_path, logger=_stop_after(1), **settings)
+    fit(continued, batches(), likelihood=last, folder=tmp_path, **settings)
+    assert identical(weights(whole), weights(continued))
+    assert last.steps == 24
 
 
 def test_a_finished_run_is_read_back_and_not_trained_again(tmp_path):
