@@ -1,8 +1,11 @@
 """``prune``: the report, the errors, and a model that stays as it was when something is wrong."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune as torch_prune
 
 from shaver.criteria import score
 from shaver.pruning import prune
@@ -28,6 +31,15 @@ def test_requested_and_achieved_for_each_layer(model):
     assert "requested 0.9000, achieved 0.9010" in text
     assert "0.weight" in text
     assert pruned.evidence_change is None
+
+
+def test_global_magnitude_agrees_with_torch(model):
+    other = copy.deepcopy(model)
+    layers = [(other[0], "weight"), (other[2], "weight")]
+    torch_prune.global_unstructured(layers, pruning_method=torch_prune.L1Unstructured, amount=100)
+    pruned = prune(model, score(model, "magnitude"), 100 / 192)
+    assert torch.equal(pruned.masks["0.weight"], other[0].weight_mask.bool())
+    assert torch.equal(model[2].weight, other[2].weight)
 
 
 def test_zero_sparsity_changes_nothing(model):

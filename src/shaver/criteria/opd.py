@@ -13,7 +13,6 @@ def opd(given: Given) -> dict[str, Tensor]:
     P_pp is the exact diagonal of H + δ, for Kronecker-factored curvature too: diag(A) ⊗ diag(G) + δ.
     """
     precision = given.posterior.precision()
-    return {
-        name: of_weight(precision, name, weight, "precision") * weight.detach().square()
-        for name, weight in given.weights.items()
-    }
+    weights = {name: weight.detach() for name, weight in given.weights.items()}
+    # θ twice instead of θ² once: one large temporary less.
+    return {name: (of_weight(precision, name, w, "precision") * w).mul_(w) for name, w in weights.items()}

@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from shaver.batches import Forward
+from shaver.criteria.order import lowest
 from shaver.criteria.registry import Given, criterion
 
 _ACTIVATIONS = (
@@ -50,25 +52,23 @@ def synflow(given: Given, *, example: Any = None, rounds: int = 100, sparsity: f
 
 def _iterate(scores_of: Callable[[list[Tensor] | None], list[Tensor]], rounds: int, sparsity: float) -> list[Tensor]:
     """Remove round by round; the result ranks the weights by the order of their removal."""
-    keep: list[Tensor] | None = None
-    alive: Tensor | None = None  # flat positions that are left
-    ranking = torch.empty(0)
-    shapes: list[torch.Size] = []
+    scores = scores_of(None)
+    shapes, device = [s.shape for s in scores], scores[0].device
+    total = sum(shape.numel() for shape in shapes)
+    alive = np.arange(total)
+    ranking = np.empty(total)
     for k in range(1, rounds + 1):
-        scores = scores_of(keep)
-        flat = torch.cat([s.flatten() for s in scores])
-        if alive is None:
-            shapes = [s.shape for s in scores]
-            alive = torch.arange(len(flat), device=flat.device)
-            ranking = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
-        order = alive[flat[alive].argsort(stable=True)]
-        left = round(len(flat) * (1 - sparsity) ** (k / rounds)) if k < rounds else 0  # the last round ranks the rest
-        ranking[order] = k + torch.arange(len(order), device=flat.device, dtype=torch.float64) / len(flat)
-        alive = order[len(order) - left :].sort().values
-        mask = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
-        mask[alive] = True
-        keep = _unflatten(mask, shapes)
-    return _unflatten(ranking, shapes)
+        if k > 1:
+            mask = torch.zeros(total, dtype=torch.bool)
+            mask[torch.from_numpy(alive)] = True
+            scores = scores_of(_unflatten(mask.to(device), shapes))
+        values = torch.cat([s.flatten().cpu() for s in scores]).numpy()[alive]
+        left = round(total * (1 - sparsity) ** (k / rounds)) if k < rounds else 0  # the last round ranks the rest
+        fallen = lowest(values, len(alive) - left)
+        order = np.argsort(values[fallen], kind="stable")
+        ranking[alive[fallen][order]] = k + np.arange(len(order)) / total
+        alive = alive[~fallen]
+    return _unflatten(torch.from_numpy(ranking).to(device), shapes)
 
 
 def _unflatten(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
@@ -102,7 +102,7 @@ class _Flow(nn.Module):
         if keep is not None:
             weights = [weight * mask for weight, mask in zip(weights, keep, strict=True)]
         with torch.enable_grad():
-            leaves = [weight.requires_grad_() for weight in (w.clone() for w in weights)]
+            leaves = [weight.detach().requires_grad_() for weight in weights]
             state = self._state | dict(zip(self._names, leaves, strict=True))
             flow = functional_call(self, {f"network.{name}": tensor for name, tensor in state.items()}, ())
             if not bool(flow.isfinite()):
@@ -112,7 +112,7 @@ class _Flow(nn.Module):
                 )
             gradients = torch.autograd.grad(flow, leaves, allow_unused=True)
         return [
-            torch.zeros_like(weight) if gradient is None else (weight * gradient).abs()
+            torch.zeros_like(weight) if gradient is None else (gradient * weight).abs_()
             for weight, gradient in zip(weights, gradients, strict=True)
         ]
 

@@ -105,7 +105,7 @@ class OnlinePruner:
         ranking = Ranking(scores, **self._limits)
         if round(self.target * ranking.total) > round(ranking.limit * ranking.total):
             raise ValueError(
-                f"the target of {self.target:g} is out of reach: with the cap and the minimum kept in each layer at most "
+                f"the target of {self.target:g} is out of reach: with the cap and the minimum in each layer at most "
                 f"{ranking.limit:.6g} can be removed."
             )
         fallen = old.total - old.kept if old is not None else 0

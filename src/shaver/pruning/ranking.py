@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shaver.criteria.order import lowest
 from shaver.pruning.masks import Masks
 
 _Array = NDArray[np.floating]
@@ -71,7 +72,7 @@ class Ranking:
                 f"layer at most {self.limit:.6g} can be removed."
             )
         if self.scope == "global":
-            fallen = _lowest(self._pools[0], self._sorted[0], count)
+            fallen = _cut(self._pools[0], self._sorted[0], count)
             if self._open is not None:
                 whole = np.zeros(self.total, dtype=bool)
                 whole[self._open] = fallen
@@ -79,7 +80,7 @@ class Ranking:
             parts = np.split(~fallen, np.cumsum(self._sizes)[:-1])
         else:
             shares = share_out(count, self._sizes, self._limits)
-            parts = [~_lowest(pool, order, k) for pool, order, k in zip(self._pools, self._sorted, shares, strict=True)]
+            parts = [~_cut(pool, order, k) for pool, order, k in zip(self._pools, self._sorted, shares, strict=True)]
         return Masks(
             {
                 name: torch.from_numpy(part).reshape(shape).to(device)
@@ -185,16 +186,8 @@ def share_out(count: int, sizes: Sequence[int], limits: Sequence[int]) -> list[i
     return shares
 
 
-def _lowest(pool: _Array, order: _Array, count: int) -> NDArray[np.bool_]:
-    """Where the ``count`` lowest are; of those equal to the threshold, the first ones in position."""
-    if count == 0:
-        return np.zeros(len(pool), dtype=bool)
-    threshold = order[count - 1]
-    fallen: NDArray[np.bool_] = pool < threshold
-    ties = count - int(np.searchsorted(order, threshold, side="left"))
-    equal = np.flatnonzero(pool == threshold)
-    fallen[equal[:ties]] = True
-    return fallen
+def _cut(pool: _Array, order: _Array, count: int) -> NDArray[np.bool_]:
+    return lowest(pool, count, order[count - 1])
 
 
 def _protected(size: int, cap: float, minimum: int) -> int:
@@ -209,7 +202,7 @@ def _unprotected(layers: list[_Array], protected: list[int]) -> NDArray[np.intp]
     """Flat positions of the weights that are not among the best of their layer."""
     parts, offset = [], 0
     for layer, count in zip(layers, protected, strict=True):
-        free = _lowest(layer, np.sort(layer), len(layer) - count)
+        free = lowest(layer, len(layer) - count)
         parts.append(np.flatnonzero(free) + offset)
         offset += len(layer)
     return np.concatenate(parts)
