@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune as torch_prune
 
 from shaver.criteria import score
 
@@ -137,6 +138,12 @@ def test_the_transformers_conv1d_stores_inputs_first():
 
     layer, x = Conv1D(), torch.randn(5, 4)
     torch.testing.assert_close(run(layer, x)["weight"], layer.weight.detach().abs() * x.norm(dim=0)[:, None])
+
+
+def test_a_layer_under_torchs_own_pruning():
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4)
+    torch_prune.l1_unstructured(layer, "weight", amount=0.5)
+    torch.testing.assert_close(run(layer, x)["weight_orig"], layer.weight_orig.detach().abs() * x.norm(dim=0))
 
 
 def test_a_weight_without_a_rule_is_named():

@@ -69,8 +69,8 @@ def _listening(model: nn.Module, add: _Add) -> Iterator[None]:
 
 def _layer(add: _Add) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
     def hook(module: nn.Module, inputs: tuple[Any, ...], _output: Any) -> None:
-        weight, x = module.weight, inputs[0].double()
-        assert isinstance(weight, nn.Parameter)
+        weight, x = getattr(module, "weight_orig", module.weight), inputs[0].double()  # under torch's own pruning
+        assert isinstance(weight, Tensor)
         if isinstance(module, _CONV):
             add(weight, _kernel_norms(module, x.square()))
         elif isinstance(module, _TRANSPOSED):
