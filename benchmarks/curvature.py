@@ -1,0 +1,254 @@
+"""What one curvature estimate costs, as a multiple of one MAP epoch over the same images, beside other libraries.
+
+    python benchmarks/curvature.py                          # every network, default sizes
+    python benchmarks/curvature.py --nets lenet --images 60000 --repeats 5
+    python benchmarks/curvature.py --scaling                # also the figure of how the cost grows
+
+One process, one thread. A MAP epoch is forward, backward and an SGD step at batch 128. Repeats are interleaved — in
+each, every method runs once, and its time is divided by that repeat's MAP epoch — and the median ratio is shown. Inputs
+and labels are random: the cost does not depend on them. Memory is the rise of the peak resident set (``getrusage``)
+over one batch in a forked child, so it includes what kernels allocate behind torch's back.
+"""
+
+import argparse
+import csv
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from curvature_memory import measure, one_line
+from curvature_nets import NETS, Net
+from curvature_peers import PEERS, Batches, load
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from shaver import curvature
+
+BATCH = 128
+KINDS = [("diag", "ef"), ("diag", "mc"), ("diag", "ggn"), ("kron", "ef"), ("kron", "mc"), ("kron", "ggn")]
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+OURS, MAP = "shaver", "MAP epoch"
+
+
+@dataclass
+class Row:
+    """One method on one network.
+
+    Attributes:
+        run: Does the whole pass over the given batches and returns how many parameters it covered.
+        ratios: Its time over the MAP epoch's, one a repeat.
+        memory: Peak extra bytes, one batch.
+        note: Why there is no number, or what the number does not cover.
+    """
+
+    net: str
+    library: str
+    structure: str
+    source: str
+    run: Callable[[Batches], int]
+    ratios: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    memory: float = float("nan")
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The median over repeats, or NaN."""
+        return statistics.median(self.ratios) if self.ratios else float("nan")
+
+
+def train(net: Net, batches: Batches, every: int | None = None, source: str = "ef") -> int:
+    """A MAP epoch; with ``every`` the online accumulator watches each such step."""
+    model = net.build().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    data_size = sum(len(y) for _, y in batches)
+    watcher = curvature.OnlineCurvature(model, data_size=data_size, source=source, every=every) if every else None
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        with watcher.watch() if watcher else nullcontext():
+            loss.backward()
+        optimizer.step()
+    return sum(p.numel() for p in model.parameters())
+
+
+def ours(net: Net, batches: Batches, structure: str, source: str) -> int:
+    model = net.build()
+    result = curvature.estimate(model, batches, structure=structure, source=source)
+    return sum(block.shape.numel() for _, block in result)
+
+
+def rows_of(name: str, libraries: list[str]) -> list[Row]:
+    """MAP first, then ours, the online accumulator, and the peers."""
+    net = NETS[name]
+    rows = [Row(name, MAP, "", "", lambda batches: train(net, batches))]
+    for structure, source in KINDS:
+        rows.append(
+            Row(name, OURS, structure, source, lambda b, s=structure, k=source: ours(net, b, s, k))  # type: ignore[misc]
+        )
+    for source, every in [("ef", 4), ("ef", 10), ("mc", 4)]:
+        run = lambda b, e=every, s=source: train(net, b, e, s)  # noqa: E731
+        rows.append(Row(name, f"{OURS} online, every {every}th step", "diag", source, run))
+    for library in libraries:
+        for structure, source in KINDS:
+            run = lambda b, p=PEERS[library], s=structure, k=source: p(net.build(), b, s, k)  # noqa: E731
+            rows.append(Row(name, library, structure, source, run))
+    return rows
+
+
+def probe(row: Row, batches: Batches, seconds: float, memory: int) -> None:
+    """One batch in a forked child: memory, coverage, and whether the method works here at all."""
+    first = batches[:1]
+    result = measure(lambda: row.run(first), seconds=seconds, limit=memory)
+    row.memory, row.note = result.memory, result.error
+    total = sum(p.numel() for p in NETS[row.net].build().parameters())
+    if not row.note and result.value < total:
+        row.note = f"covers {result.value / total:.1%} of the parameters"
+    if not result.error and row.library != MAP and result.seconds * len(batches) > seconds:
+        row.note = f"not timed: one batch took {result.seconds:.0f} s" + (f"; {row.note}" if row.note else "")
+        row.run = _skip
+    if result.error:
+        row.run = _skip
+
+
+def _skip(batches: Batches) -> int:
+    raise RuntimeError("skipped")
+
+
+def time_rows(rows: list[Row], batches: Batches, repeats: int, advance: Callable[[], None]) -> None:
+    """Interleaved: each repeat runs every method once, MAP first."""
+    for repeat in range(repeats + 1):
+        epoch = 0.0
+        for row in [row for row in rows if row.run is not _skip]:
+            start = time.perf_counter()
+            try:
+                row.run(batches if repeat else batches[:1])  # the first round warms up
+            except Exception as problem:
+                if row.library == MAP:
+                    raise
+                row.run, row.note = _skip, one_line(problem)
+                continue
+            elapsed = time.perf_counter() - start
+            epoch = elapsed if row.library == MAP else epoch
+            if repeat:
+                row.seconds.append(elapsed)
+                row.ratios.append(elapsed / epoch)
+                advance()
+
+
+def online_fits(row: Row, steps: int) -> bool:
+    """An online row needs enough steps for its share to mean something."""
+    words = row.library.split("every ")
+    return len(words) == 1 or steps >= 2 * int(words[1].split("th")[0])
+
+
+def best_peer(row: Row, rows: list[Row]) -> float:
+    """How many times the best peer's time ours is ahead, for our own rows."""
+    rivals = [r.ratio for r in rows if r.library in PEERS and (r.structure, r.source) == (row.structure, row.source)]
+    rivals = [ratio for ratio in rivals if ratio == ratio]
+    return min(rivals) / row.ratio if rivals and row.library == OURS and row.ratios else float("nan")
+
+
+def cells(row: Row, rows: list[Row]) -> list[str]:
+    """The row as text: method, H, ratio, memory, lead over the best peer, note."""
+    ratio = f"{row.ratio:.2f}" if row.ratios else "–"
+    if "online" in row.library and row.ratios:
+        ratio = f"{100 * (row.ratio - 1):+.1f} %"
+    lead = best_peer(row, rows)
+    kind = f"{'KFAC' if row.structure == 'kron' else 'diagonal'} {row.source.upper()}" if row.structure else ""
+    memory = f"{row.memory / 2**20:.0f}" if row.memory == row.memory else "–"
+    return [row.library, kind, ratio, memory, f"{lead:.1f}×" if lead == lead else "", row.note]
+
+
+HEAD = ["method", "H", "time ÷ MAP epoch", "extra MiB", "ahead of best peer by", "note"]
+
+
+def show(console: Console, net: Net, rows: list[Row], images: int) -> None:
+    table = Table(title=f"{net.title} · {images} random inputs", title_justify="left")
+    for title in HEAD:
+        table.add_column(title, justify="right" if "÷" in title or "MiB" in title or "ahead" in title else "left")
+    for row in rows:
+        table.add_row(*cells(row, rows), style="bold" if row.library.startswith(OURS) else None)
+    console.print(table)
+
+
+def write(results: list[tuple[Net, int, list[Row]]], repeats: int, folder: Path) -> None:
+    """``curvature.md`` for the documentation and ``curvature.csv`` with every number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = f"torch {torch.__version__}, one thread, {platform.machine()}, Python {platform.python_version()}"
+    lines = ["# What one curvature estimate costs", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), ""]
+    lines += [f"Measured with {repeats} repeats on {machine}. A dash is no number; the note says why.", ""]
+    with (folder / "curvature.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["net", "images", "library", "structure", "source", "ratio", "seconds", "extra_bytes", "ahead", "note"]
+        )
+        for net, images, rows in results:
+            lines += [f"## {net.title}", "", f"{images} random inputs, batch {BATCH}.", ""]
+            lines += ["| " + " | ".join(HEAD) + " |", "|---|---|--:|--:|--:|---|"]
+            for row in rows:
+                lines.append("| " + " | ".join(text.replace("|", "/") for text in cells(row, rows)) + " |")
+                seconds = statistics.median(row.seconds) if row.seconds else float("nan")
+                ahead = best_peer(row, rows)
+                numbers = [f"{v:.6g}" if v == v else "" for v in (row.ratio, seconds, row.memory, ahead)]
+                writer.writerow([row.net, images, row.library, row.structure, row.source, *numbers, row.note])
+            lines.append("")
+    if (folder / "curvature_scaling.svg").exists():
+        lines += [
+            "## How the cost grows",
+            "",
+            "![cost over batch, width, classes and positions](curvature_scaling.svg)",
+        ]
+    (folder / "curvature.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
+    parser.add_argument("--images", type=int, help="number of inputs; default: small for large networks")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats; the median is shown")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--seconds", type=float, default=300, help="a method that needs longer is not timed")
+    parser.add_argument("--memory", type=float, default=12, help="GiB a method may use before it counts as failed")
+    parser.add_argument("--scaling", action="store_true", help="also draw curvature_scaling.svg")
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    load(options.peers)
+    console = Console(width=None if sys.stdout.isatty() else 180)  # a file has room for the notes
+    results = []
+    for name in options.nets:
+        net = NETS[name]
+        images = options.images or net.images
+        x, y = net.data(images)
+        batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+        rows = [row for row in rows_of(name, options.peers) if online_fits(row, len(batches))]
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task(f"{net.title}: one batch each, in a forked child", total=len(rows))
+            for row in rows:  # before any timing, and before this process has run a backward pass
+                probe(row, batches, options.seconds, int(options.memory * 2**30))
+                progress.advance(task)
+            alive = sum(row.run is not _skip for row in rows)
+            progress.update(task, description=f"{net.title}: timing", total=alive * options.repeats, completed=0)
+            time_rows(rows, batches, options.repeats, lambda p=progress, t=task: p.advance(t))  # type: ignore[misc]
+        show(console, net, rows, images)
+        results.append((net, images, rows))
+        write(results, options.repeats, options.folder)  # after each network, so an interrupted run keeps its rows
+    if options.scaling:
+        from curvature_scaling import draw
+
+        draw(options.folder / "curvature_scaling.svg", options.repeats)
+        write(results, options.repeats, options.folder)
+    console.print(f"written: {options.folder / 'curvature.md'} and .csv")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
