@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shaver import criteria, curvature
-from shaver.evidence import Posterior
+from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
+from shaver.evidence import Posterior, improve
+from shaver.priors import Grouping, make_prior
 
 
 def check_criterion(name: str, **options: Any) -> None:
@@ -47,6 +49,95 @@ def check_criterion(name: str, **options: Any) -> None:
         assert all(torch.equal(scores[n], again[n]) for n in scores), f"{where}: two calls with one seed differ."
         part = run(exclude_last=True)
         assert set(part) == set(list(scores)[:-1]), f"{where}: without the last layer it scored {sorted(part)}."
+
+
+def check_prior(prior: str | Grouping, model: nn.Module | None = None) -> None:
+    """Check a prior, above all a user's own grouping of weights, with diagonal and Kronecker curvature.
+
+    Example:
+        >>> def by_kernel(name, parameter):
+        ...     return torch.arange(9).reshape(3, 3) if parameter.shape[-2:] == (3, 3) else name
+        >>> check_prior(by_kernel)
+
+    The grouping must leave the parameters as they are and depend on their names and shapes alone, or a saved prior
+    would not fit the trained network. Every weight must have a positive, finite precision; learning must raise the
+    evidence at each step, keep within the bounds, and come back from a state dict.
+
+    Args:
+        prior: What :func:`shaver.priors.make_prior` takes.
+        model: A network to check it on; small ones of ours by default.
+
+    Raises:
+        AssertionError: Says which of these does not hold, and for which network.
+    """
+    models = (
+        {"your model": model} if model is not None else {kind: network for kind, (network, _) in _networks().items()}
+    )
+    for kind, network in models.items():
+        named = {n: p for n, p in network.named_parameters() if p.requires_grad}
+        label = prior if isinstance(prior, str) else getattr(prior, "__name__", type(prior).__name__)
+        where = f"prior {label!r} on {kind if model is not None else f'the {kind}'}"
+        before = _footprint(network)
+        numbers = make_prior(prior, named, init=2.0)
+        _compare(before, _footprint(network), where)
+        for name, delta in numbers.delta().items():
+            wrong = delta.expand(named[name].shape).sub(2.0).abs().max() > 1e-5
+            assert not wrong, f"{where}: {name!r} does not start at the initial precision."
+        _check_grouping(prior, named, where)
+        for structure in ("diag", "kron"):
+            _check_learning(prior, named, structure, where)
+
+
+def _check_grouping(prior: str | Grouping, named: Mapping[str, Tensor], where: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    other = {n: torch.randn(p.shape, generator=generator).to(p) for n, p in named.items()}
+    here, there = make_prior(prior, named), make_prior(prior, other)
+    for factor in here.factors:  # every number another one, so that another grouping gives another precision
+        factor.values = torch.arange(1.0, factor.values.numel() + 1).to(factor.values).reshape(factor.values.shape)
+    try:
+        there.load_state_dict(here.state_dict())
+        same = all(torch.equal(there.delta_of(name), delta) for name, delta in here.delta().items())
+    except ValueError:
+        same = False
+    assert same, f"{where}: its groups depend on the weights' values; names and shapes must decide."
+
+
+def _check_learning(prior: str | Grouping, named: Mapping[str, Tensor], structure: str, where: str) -> None:
+    theta = {name: parameter.detach() for name, parameter in named.items()}
+    known, bounds = _curvature(theta, structure), (-7.0, 7.0)
+    learned = make_prior(prior, theta, bounds=bounds)
+    value = Posterior(known, learned, theta).log_evidence
+    for step in range(5):
+        raised = improve(learned, known, theta, steps=1).log_evidence
+        slack = 1e-5 * abs(value) + 1e-3
+        assert raised >= value - slack, f"{where}: step {step} with {structure} curvature lowers the evidence."
+        value = raised
+    for name, delta in learned.delta().items():
+        logs = delta.log()
+        inside = bool(((logs >= bounds[0] - 1e-3) & (logs <= bounds[1] + 1e-3)).all())  # NaN is not inside
+        assert inside, f"{where}: the precision of {name!r} leaves its bounds."
+    again = make_prior(prior, theta, bounds=bounds)
+    again.load_state_dict(learned.state_dict())
+    for name, delta in learned.delta().items():
+        assert torch.equal(again.delta_of(name), delta), f"{where}: {name!r} does not come back from a state dict."
+
+
+def _curvature(theta: Mapping[str, Tensor], structure: str) -> Curvature:
+    """Some curvature for these weights, without data."""
+    generator = torch.Generator().manual_seed(1)
+
+    def covariance(size: int) -> Tensor:
+        root = torch.randn(1, size, size, generator=generator)
+        return root @ root.mT
+
+    blocks: dict[str, Block] = {}
+    for name, weights in theta.items():
+        if structure == "kron" and weights.ndim > 1:
+            inputs = covariance(weights[0].numel())
+            blocks[name] = KroneckerBlock(inputs.to(weights), covariance(len(weights)).to(weights), weights.shape)
+        else:
+            blocks[name] = DiagonalBlock((torch.rand(weights.shape, generator=generator) * 10).to(weights))
+    return Curvature(blocks, log_likelihood=-1.0, data_size=8, structure=structure, source="ggn")
 
 
 def _check_scores(model: nn.Module, scores: Mapping[str, Tensor], where: str) -> None:
