@@ -90,12 +90,14 @@ def watch(
     """Register the hooks behind :func:`recording`; ``count`` is asked at every call, 0 turns copies off."""
     handles = [module.register_forward_hook(recorder(name, keep), with_kwargs=True) for name, module in modules.items()]
     for raw in copies:
-        handles.append(raw.module.register_forward_pre_hook(_copier(raw, keep, count)))
+        handles.append(raw.module.register_forward_pre_hook(copier(raw, keep, count)))
         handles.append(raw.module.register_forward_hook(_restorer(raw), always_call=True))
     return handles
 
 
-def _copier(raw: Copies, keep: Callable[[Call], None], count: Callable[[], int]) -> Callable[..., None]:
+def copier(raw: Copies, keep: Callable[[Call], None], count: Callable[[], int]) -> Callable[..., None]:
+    """A forward pre-hook that puts one copy a sample in the parameter's place until the forward hook takes it away."""
+
     def before(module: nn.Module, args: object) -> None:
         parameter, samples = module._parameters[raw.own], count()
         if samples and parameter is not None and parameter.requires_grad and torch.is_grad_enabled():

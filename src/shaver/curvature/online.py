@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import outputs_in
 from shaver.curvature.blocks import Curvature, DiagonalBlock
-from shaver.curvature.capture import Call, Functional, undisturbed, watch
+from shaver.curvature.capture import Call, Functional, copier, undisturbed, watch
 from shaver.curvature.engine import MEMORY_BUDGET
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.plan import Plan, make_plan
@@ -131,6 +131,16 @@ class OnlineCurvature:
         finally:
             self._sums, self._count, self._weight, self._nll = {}, 0, 0.0, 0.0
 
+    def note(self, nll: float) -> None:
+        """Tell the negative log likelihood of the pass just made, where it cannot be read off the gradient."""
+        if self._passes and self.active:
+            self._passes[-1].nll = nll
+
+    def rescale(self, factor: float) -> None:
+        """Multiply H: a regression's noise has changed."""
+        for average in self.average.values():
+            average.mul_(factor)
+
     def curvature(self) -> Curvature:
         """The average so far as a :class:`Curvature`; the log likelihood is an average too."""
         if not self.looks:
@@ -178,9 +188,14 @@ class OnlineCurvature:
         first = next((v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.ndim), None)
         if first is None or not len(first):
             return
-        if self.plan is None:
+        planned = self.plan is not None
+        if not planned:
             self._make_plan(args, kwargs)
         self._running = _Pass(args, kwargs, len(first))
+        if not planned and self.plan is not None:
+            for raw in self.plan.copies.values():
+                if raw.module is model:  # its own hook came too late for the call that is just beginning
+                    copier(raw, self._keep, self._samples)(model, args)
 
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._busy = True

@@ -1,0 +1,332 @@
+"""SpaM: the object a user attaches to their own training loop, so that the prior is learned while the weights are.
+
+The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ; δ follows the evidence at the present weights and curvature.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shaver.curvature.blocks import Curvature
+from shaver.curvature.engine import STRUCTURES, estimate
+from shaver.curvature.online import OnlineCurvature
+from shaver.evidence import Posterior, improve, improve_noise, shrink_factor
+from shaver.likelihoods import Likelihood, Regression, get_likelihood
+from shaver.naming import check_name
+from shaver.priors import LOG_BOUNDS, Grouping, make_prior
+from shaver.stepping import add_prior_gradient, apply_prior, take_step
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How SpaM learns δ. The defaults were chosen by measurement, see the documentation's page on defaults.
+
+    Attributes:
+        source: Where H comes from: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
+        online: Learn from training's own passes. False is the paper's way: a pass over the data every ``frequency``
+            epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
+        every: Online: look at every so many steps.
+        decay: Online: of the moving average of H, for each look.
+        update: Online: steps between two updates of δ.
+        burn_in: Share of ``total_steps`` (by epochs: the number of epochs) before the first update of δ.
+        freeze: Share of ``total_steps`` after which δ stays as it is, so that the weights settle.
+        shrink: How much of the posterior mean's move is made at each update of δ: 1 all, ½ half in log θ, 0 none.
+        proximal: The prior as a proximal step after the optimizer's, stable for every δ; False adds δθ/N to the
+            gradient, as in the paper.
+        frequency: By epochs: epochs between two updates.
+        method: ``"fixed_point"`` or ``"gradient"``, the paper's 100 steps of Adam on log δ.
+        temperature: T: the likelihood counts 1/T times, in H and against the prior.
+        initial_precision: δ before the first update.
+        bounds: Lowest and highest log δ.
+        loss: ``"mean"``, ``"sum"`` or ``"auto"``: see :class:`shaver.curvature.OnlineCurvature`.
+    """
+
+    source: str = "mc"
+    online: bool = True
+    every: int = 10
+    decay: float = 0.95
+    update: int = 50
+    burn_in: float = 0.1
+    freeze: float = 0.7
+    shrink: float = 1.0
+    proximal: bool = True
+    frequency: int = 1
+    method: str = "fixed_point"
+    temperature: float = 1.0
+    initial_precision: float = 1.0
+    bounds: tuple[float, float] = LOG_BOUNDS
+    loss: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_name("source", self.source, ("mc", "ef") if self.online else ("ggn", "ef", "mc"))
+        check_name("method", self.method, ("fixed_point", "gradient"))
+        for name in ("every", "update", "frequency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}.")
+        if not 0 <= self.shrink <= 1:
+            raise ValueError(f"shrink must be between 0 and 1, not {self.shrink!r}.")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be positive and finite, not {self.temperature!r}.")
+        if self.online and not (0 <= self.burn_in < 1 and 0 < self.freeze <= 1):
+            raise ValueError(
+                f"online, burn_in and freeze are shares of total_steps, in [0, 1) and (0, 1], not "
+                f"{self.burn_in!r} and {self.freeze!r}."
+            )
+
+
+#: The paper's algorithm: GGN after every epoch, 100 steps of Adam on log δ, the prior as a gradient.
+PAPER = Settings(
+    source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean"
+)
+
+
+class SpaM:
+    """Sparsifiability via the marginal likelihood, in anybody's training loop.
+
+    Example:
+        >>> spam = SpaM(model, data_size=len(train_set), total_steps=30 * len(loader))
+        >>> for epoch in range(30):
+        ...     for x, y in loader:
+        ...         loss = F.cross_entropy(model(x), y)
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         spam.step(optimizer)
+        >>> spam.posterior.precision()        # for OPD
+        >>> spam.close()                      # takes the hooks off the model
+
+    Args:
+        model: The network; its trainable parameters get a prior.
+        data_size: N, the number of training samples.
+        prior: ``"parameter"``, ``"unit"``, ``"layer"``, ``"scalar"`` or a grouping function.
+        structure: ``"diag"``, or ``"kron"`` (learned by epochs).
+        likelihood: ``"classification"``, ``"regression"`` or your own. For a regression differentiate
+            ``spam.loss(outputs, targets)``, so that its noise can be learned too.
+        total_steps: How many steps training will take; lets δ burn in and freeze at the right time. None: neither.
+        seed: For the labels that MC draws.
+        settings: Everything else; ``SpaM(model, n, shrink=0.5)`` changes one of them.
+
+    Attributes:
+        prior: The prior; ``prior.delta()`` are the precisions.
+        updates: How often δ has been updated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_size: int,
+        *,
+        prior: str | Grouping = "parameter",
+        structure: str = "diag",
+        likelihood: str | Likelihood = "classification",
+        total_steps: int | None = None,
+        seed: int = 0,
+        settings: Settings | None = None,
+        **options: Any,
+    ) -> None:
+        check_name("structure", structure, STRUCTURES)
+        known = [f.name for f in fields(Settings)]
+        for name in options:
+            check_name("SpaM option", name, known)
+        if settings is None:
+            settings = (
+                Settings() if structure == "diag" else Settings(online=False, source="ggn", burn_in=0, shrink=0.0)
+            )
+        settings = replace(settings, **options)
+        if structure == "kron" and settings.online:
+            raise ValueError('Kronecker curvature is learned by epochs: pass online=False with structure="kron".')
+        if data_size < 1:
+            raise ValueError(f"data_size is the number of training samples, at least 1, not {data_size!r}.")
+        self.model, self.data_size, self.structure = model, data_size, structure
+        self.settings, self.total_steps, self.seed = settings, total_steps, seed
+        self.likelihood = get_likelihood(likelihood)
+        self.theta = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.prior = make_prior(prior, self.theta, init=settings.initial_precision, bounds=settings.bounds)
+        self.steps = self.epochs = self.updates = 0
+        self._outputs = 1
+        self._curvature: Curvature | None = None
+        self._watcher: OnlineCurvature | None = None
+        if settings.online:
+            self._watcher = OnlineCurvature(
+                model,
+                data_size,
+                source=settings.source,
+                every=settings.every,
+                decay=settings.decay,
+                likelihood=self.likelihood,
+                loss=settings.loss,
+                seed=seed,
+            )
+
+    # In the loop -----------------------------------------------------------------------------------------------
+
+    def step(self, *optimizers: Optimizer, scaler: Any = None) -> None:
+        """``optimizer.step()`` with the prior, and, now and then, an update of δ.
+
+        Args:
+            optimizers: The optimizer, or several that share the model's parameters.
+            scaler: A ``torch.amp.GradScaler``: ``scaler.step(optimizer)`` is called instead; call
+                ``scaler.update()`` afterwards as always.
+        """
+        if not optimizers:
+            raise TypeError("spam.step(optimizer) needs the optimizer whose step it takes.")
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        weight = 1.0
+        if self._watcher is not None:
+            self._watcher.step()
+            weight = self._watcher.weight / scale if self._watcher.looks else 1.0
+        strength = weight * self.settings.temperature / self.data_size
+        for optimizer in optimizers:
+            if not self.settings.proximal:
+                add_prior_gradient(optimizer, self._delta_by_parameter(), strength * scale)
+            if take_step(optimizer, scaler) and self.settings.proximal:
+                apply_prior(optimizer, self._delta_by_parameter(), strength)
+        self.steps += 1
+        if self._watcher is not None and self._due():
+            self._update(self._watcher.curvature())
+
+    def end_epoch(self, batches: Iterable[Any], **reading: Any) -> None:
+        """By epochs: estimate H over ``batches`` and update δ, when the epoch is one to do so. Online: nothing.
+
+        Args:
+            batches: The training data.
+            reading: ``forward=`` and ``targets=`` for batches of another kind, ``fraction=`` for part of the data.
+        """
+        self.epochs += 1
+        if self._watcher is not None:
+            return
+        after = self.epochs - int(self.settings.burn_in) - 1
+        if after < 0 or after % self.settings.frequency or self._frozen():
+            return
+        self.update(batches, **reading)
+
+    def update(self, batches: Iterable[Any], **reading: Any) -> None:
+        """Estimate H over ``batches`` with a pass of its own and update δ, now."""
+        source = self.settings.source
+        found = estimate(
+            self.model, batches, self.likelihood, self.structure, source, seed=self.seed + self.updates, **reading
+        )
+        self._update(found)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean negative log likelihood of a batch, under the present noise for a regression."""
+        self._outputs = max(1, outputs[0].numel())
+        nll = self.likelihood.nll(outputs, targets)
+        if self._watcher is not None:
+            self._watcher.note(float(nll.detach().sum()))
+        return nll.mean()
+
+    def _due(self) -> bool:
+        assert self._watcher is not None
+        if self.steps % self.settings.update or not self._watcher.looks or self._frozen():
+            return False
+        return self.total_steps is None or self.steps > self.settings.burn_in * self.total_steps
+
+    def _frozen(self) -> bool:
+        return self.total_steps is not None and self.steps > self.settings.freeze * self.total_steps
+
+    @torch.no_grad()
+    def _update(self, curvature: Curvature) -> None:
+        """δ to where the evidence is highest, and the weights part of the way to the new posterior mean."""
+        temperature = self.settings.temperature
+        before = self.prior.snapshot()
+        with torch.enable_grad():
+            posterior = improve(self.prior, curvature, self.theta, method=self.settings.method, temperature=temperature)
+        if isinstance(self.likelihood, Regression) and math.isfinite(curvature.log_likelihood):
+            self._improve_noise(curvature, posterior)
+        if self.settings.shrink and self.updates:
+            for name, h in curvature.diagonal().items():
+                old, new = before.delta_of(name), self.prior.delta_of(name)
+                factor = shrink_factor(h / temperature, old, new, self.settings.shrink)
+                self.theta[name].mul_(factor.to(self.theta[name].dtype))
+        self._curvature = curvature
+        self.updates += 1
+
+    def _improve_noise(self, curvature: Curvature, posterior: Posterior) -> None:
+        assert isinstance(self.likelihood, Regression)
+        old = self.likelihood.noise
+        improve_noise(
+            self.likelihood,
+            curvature,
+            posterior.effective_parameters,
+            outputs=self._outputs,
+            temperature=self.settings.temperature,
+        )
+        if self._watcher is not None:
+            self._watcher.rescale(old / self.likelihood.noise)
+
+    # What came out ---------------------------------------------------------------------------------------------
+
+    @property
+    def posterior(self) -> Posterior:
+        """The posterior at the present weights: the newest H there is, and δ."""
+        return Posterior(self.curvature, self.prior, self.theta, self.settings.temperature)
+
+    @property
+    def curvature(self) -> Curvature:
+        """The newest H: the online average, or the last estimate."""
+        if self._watcher is not None:
+            return self._watcher.curvature()
+        if self._curvature is None:
+            raise RuntimeError(
+                "no curvature has been estimated yet: call spam.end_epoch(batches) at the end of each epoch, or "
+                "spam.update(batches)."
+            )
+        return self._curvature
+
+    def statistics(self) -> dict[str, float]:
+        """Log evidence, effective number of parameters, share of weights with S > 1, mean log δ; empty before H."""
+        if self._watcher is not None and not self._watcher.looks:
+            return {}
+        if self._watcher is None and self._curvature is None:
+            return {}
+        posterior = self.posterior
+        logs = [factor.values.double().log().sum() for factor in self.prior.factors]
+        numbers = sum(factor.values.numel() for factor in self.prior.factors)
+        found = {
+            "effective_parameters": posterior.effective_parameters,
+            "relevant": posterior.relevance(),
+            "mean_log_delta": float(torch.stack(logs).sum()) / numbers,
+        }
+        if math.isfinite(posterior.curvature.log_likelihood):
+            found["log_evidence"] = posterior.log_evidence
+        if isinstance(self.likelihood, Regression):
+            found["noise"] = self.likelihood.noise
+        return found
+
+    def close(self) -> None:
+        """Take every hook off the model. The posterior stays available."""
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, as nested dicts of tensors and numbers."""
+        return {
+            "prior": self.prior.state_dict(),
+            "watcher": None if self._watcher is None else self._watcher.state_dict(),
+            "curvature": None if self._curvature is None else self._curvature.state_dict(),
+            "likelihood": self.likelihood.state(),
+            "steps": self.steps,
+            "epochs": self.epochs,
+            "updates": self.updates,
+            "outputs": self._outputs,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take :meth:`state_dict` back."""
+        self.prior.load_state_dict(state["prior"])
+        if (self._watcher is None) != (state["watcher"] is None):
+            raise ValueError("the saved SpaM learned online and this one by epochs, or the other way round.")
+        if self._watcher is not None:
+            self._watcher.load_state_dict(state["watcher"])
+        self._curvature = None if state["curvature"] is None else Curvature.from_state_dict(state["curvature"])
+        self.likelihood.load_state(state["likelihood"])
+        self.steps, self.epochs, self.updates = state["steps"], state["epochs"], state["updates"]
+        self._outputs = state["outputs"]
+
+    def _delta_by_parameter(self) -> dict[Tensor, Tensor]:
+        return {p: self.prior.delta_of(name) for name, p in self.theta.items()}

@@ -1,0 +1,77 @@
+"""The prior in an optimizer's step: as a proximal step that is stable for every δ, or as a plain gradient."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+#: A weight that the proximal step makes smaller than this share becomes zero: subnormal numbers slow a CPU down.
+NEGLIGIBLE = 1e-4
+
+
+@torch.no_grad()
+def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: float) -> None:
+    """θ ← θ / (1 + η · strength · δ) after the optimizer's step: the proximal step for ½ · strength · θᵀδθ.
+
+    An explicit gradient step diverges where η · strength · δ > 2; this one cannot. η is the effective step size of
+    the optimizer for each weight, see :func:`effective_step`.
+
+    Args:
+        optimizer: Has just stepped.
+        delta: Parameter → precision, broadcastable; parameters without one are left alone.
+        strength: What a unit of δ counts in the loss that is minimised, 1/N for a mean over N samples.
+    """
+    for group in optimizer.param_groups:
+        weights = [p for p in group["params"] if p in delta and p.grad is not None]
+        if not weights:
+            continue
+        steps = [effective_step(optimizer, group, p) for p in weights]
+        factors = [delta[p] * (step * strength) for p, step in zip(weights, steps, strict=True)]
+        torch._foreach_add_(factors, 1.0)
+        torch._foreach_reciprocal_(factors)
+        for p, factor in zip(weights, factors, strict=True):
+            p.mul_(F.threshold_(factor, NEGLIGIBLE, 0.0).to(p.dtype))
+
+
+def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | Tensor:
+    """How far a constant unit gradient moves a weight in one step, once momentum has built up.
+
+    lr/(1 − momentum) for SGD; lr/(√v̂ + ε) for each weight with Adam and its kin, RMSprop, Adagrad; the learning
+    rate alone for an optimizer of another kind.
+    """
+    lr = float(group["lr"])
+    state = optimizer.state.get(parameter, {})
+    if "exp_avg_sq" in state:  # Adam, AdamW, NAdam, RAdam
+        square: Tensor = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+        correction = 1 - group["betas"][1] ** float(state["step"])
+        return (square / correction).sqrt_().add_(group["eps"]).reciprocal_().mul_(lr)
+    momentum = float(group.get("momentum", 0.0))
+    if "square_avg" in state:  # RMSprop
+        average: Tensor = state["square_avg"]
+        return average.sqrt().add_(group["eps"]).reciprocal_().mul_(lr / (1 - momentum))
+    if "sum" in state:  # Adagrad
+        total: Tensor = state["sum"]
+        return total.sqrt().add_(group["eps"]).reciprocal_().mul_(lr)
+    return lr * (1 - float(group.get("dampening", 0.0))) / (1 - momentum)
+
+
+@torch.no_grad()
+def add_prior_gradient(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: float) -> None:
+    """∂/∂θ of ½ · strength · θᵀδθ, added to the gradients before the step: weight decay with a δ for each weight."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in delta and p.grad is not None:
+                p.grad.add_((delta[p] * p).to(p.grad.dtype), alpha=strength)
+
+
+def take_step(optimizer: Optimizer, scaler: Any = None) -> bool:
+    """The optimizer's own step, through a gradient scaler if there is one. False where the scaler skipped it."""
+    if scaler is None or not scaler.is_enabled():
+        optimizer.step()
+        return True
+    scaler.step(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return not any(bool(value.item()) for value in found.values())
