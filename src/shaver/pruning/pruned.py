@@ -13,7 +13,7 @@ from shaver.criteria.rules import input_dim
 from shaver.pruning.automatic import DEFAULT_NATS, check_nats, evidence_gain, loss_rise, removed_sum
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
-from shaver.pruning.search import Quality, accuracy, highest_sparsity
+from shaver.pruning.search import Quality, accuracy_on, highest_sparsity
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def prune(
     Raises:
         ValueError: An option is out of range or missing, or scores do not fit the model or are NaN.
     """
-    names = list(scores) if scores is not None else list(prunable(model))
     if scores is not None:
         check_fit(model, scores)
+    names = list(scores if scores is not None else prunable(model))
     pattern = re.fullmatch(r"(\d+):(\d+)", scope)
     if pattern is None and scope not in ("global", "layer"):
         raise ValueError(f"unknown scope {scope!r}. Valid: 'global', 'layer', or N:M such as '2:4'.")
@@ -146,17 +146,12 @@ def prune(
     if pattern is not None:
         masks = _pattern_masks(model, scores, sparsity, (int(pattern[1]), int(pattern[2])), (cap, minimum), max_drop)
         requested = scope
-    elif max_drop is not None:
-        assert valid is not None
+    elif max_drop is not None and valid is not None:
         if sparsity == "auto":
             raise ValueError('sparsity="auto" needs no validation data; leave out max_drop, or give a share.')
         limit = check_sparsity(sparsity) if sparsity is not None else 1.0
         ranking = Ranking(_given(scores), scope=scope, cap=cap, minimum=minimum)
-
-        def quality(network: nn.Module) -> float:
-            return valid(network) if callable(valid) else accuracy(network, data, forward, targets)
-
-        data: Any = list(valid) if not callable(valid) and iter(valid) is valid else valid
+        quality = valid if callable(valid) else accuracy_on(valid, forward, targets)
         masks, before, after = highest_sparsity(model, ranking, quality, max_drop=max_drop, limit=limit)
         requested = f"a drop of at most {max_drop:g}"
     elif sparsity == "auto":

@@ -1,6 +1,6 @@
 """The highest sparsity within a tolerated loss of quality, by bisection on validation data."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,26 +15,32 @@ from shaver.pruning.ranking import Ranking
 Quality = Callable[[nn.Module], float]
 
 
-def accuracy(
-    model: nn.Module, batches: Iterable[Any], forward: Forward | None = None, targets: Targets | None = None
-) -> float:
-    """The share of samples (or tokens) whose highest output is the target; targets below zero do not count."""
+def accuracy_on(batches: Iterable[Any], forward: Forward | None = None, targets: Targets | None = None) -> Quality:
+    """A function that measures accuracy on these batches, as often as it is called.
+
+    Accuracy is the share of samples (or tokens) whose highest output is the target; targets below zero do not count.
+    """
     outputs_of, labels_of = forward or forward_of, targets or targets_of
-    right = counted = 0
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for batch in batches:
-            predicted, labels = outputs_of(model, batch).argmax(-1), labels_of(batch)
-            if predicted.shape != labels.shape:
-                raise ValueError(
-                    f"predictions of shape {tuple(predicted.shape)} do not fit targets of shape "
-                    f"{tuple(labels.shape)}; valid=lambda model: … measures another quality."
-                )
-            valid = labels >= 0
-            right += int((predicted == labels)[valid].sum())
-            counted += int(valid.sum())
-    if not counted:
-        raise ValueError("the validation data are empty.")
-    return right / counted
+    data = list(batches) if isinstance(batches, Iterator) else batches  # a generator can be read only once
+
+    def accuracy(model: nn.Module) -> float:
+        right = counted = 0
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for batch in data:
+                predicted, labels = outputs_of(model, batch).argmax(-1), labels_of(batch)
+                if predicted.shape != labels.shape:
+                    raise ValueError(
+                        f"predictions of shape {tuple(predicted.shape)} do not fit targets of shape "
+                        f"{tuple(labels.shape)}; valid=lambda model: … measures another quality."
+                    )
+                valid = labels >= 0
+                right += int((predicted == labels)[valid].sum())
+                counted += int(valid.sum())
+        if not counted:
+            raise ValueError("the validation data are empty.")
+        return right / counted
+
+    return accuracy
 
 
 def highest_sparsity(
