@@ -83,6 +83,8 @@ def test_decomposition_is_kept_until_the_factors_change(monkeypatch):
     block.scale(2.0)
     after = KroneckerBasis("w", block).values_g.sum()
     torch.testing.assert_close(after, block.G.diagonal(dim1=-2, dim2=-1).sum())
+    block.A = 3 * block.A  # another tensor, possibly at the old one's address
+    torch.testing.assert_close(KroneckerBasis("w", block).values_a.sum(), block.A.diagonal(dim1=-2, dim2=-1).sum())
 
 
 def test_what_fails_in_float32_is_retried_in_float64(monkeypatch):

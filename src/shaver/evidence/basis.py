@@ -40,7 +40,7 @@ class Basis(ABC):
     def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
         """γ_p = 1 − δ_p Σ_pp in the parameter's shape: how far the data, not the prior, determine weight p.
 
-        Δ log|H + δ| / Δ log δ_p = δ_p Σ_pp holds for the projected determinant too, so that the evidence's slope in
+        ∂ log|H + δ| / ∂ log δ_p = δ_p Σ_pp holds for the projected determinant too, so that the evidence's slope in
         log δ_p is ½ (γ_p − δ_p θ_p²) for both structures.
         """
 
@@ -170,17 +170,18 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 _Eigen = tuple[Tensor, Tensor]
+_Kept = tuple[Tensor, Tensor, tuple[int, int], tuple[_Eigen, _Eigen]]
 
 
 def _decomposition(name: str, block: KroneckerBlock) -> tuple[_Eigen, _Eigen]:
     """Eigendecompositions of A and G, computed once for each state of the factors."""
-    version = (id(block.A), block.A._version, id(block.G), block.G._version)
-    cached: tuple[object, tuple[_Eigen, _Eigen]] | None = vars(block).get("_eigen")
-    if cached is None or cached[0] != version:
+    versions = (block.A._version, block.G._version)
+    kept: _Kept | None = vars(block).get("_eigen")
+    if kept is None or kept[0] is not block.A or kept[1] is not block.G or kept[2] != versions:
         both = (eigen(block.A, f"factor A of {name!r}"), eigen(block.G, f"factor G of {name!r}"))
-        cached = (version, both)
-        vars(block)["_eigen"] = cached
-    return cached[1]
+        kept = (block.A, block.G, versions, both)
+        vars(block)["_eigen"] = kept
+    return kept[3]
 
 
 def eigen(factor: Tensor, what: str) -> _Eigen:
