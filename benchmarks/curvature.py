@@ -111,7 +111,7 @@ def probe(row: Row, batches: Batches, seconds: float, memory: int) -> None:
     row.memory, row.note = result.memory, result.error
     total = sum(p.numel() for p in NETS[row.net].build().parameters())
     if not row.note and result.value < total:
-        row.note = f"covers {result.value / total:.1%} of the parameters"
+        row.note = f"leaves out {total - result.value:,} of {total:,} parameters"
     if not result.error and row.library != MAP and result.seconds * len(batches) > seconds:
         row.note = f"not timed: one batch took {result.seconds:.0f} s" + (f"; {row.note}" if row.note else "")
         row.run = _skip

@@ -112,7 +112,7 @@ NETS = {
     "lenet": Net("LeNet, 28×28", sequential_lenet, (1, 28, 28), 6400),
     "wrn16": Net("WRN-16-4 with BatchNorm, 32×32", from_zoo("wrn16"), IMAGE, 256),
     "wrn16_fixup": Net("WRN-16-4 with Fixup, 32×32", from_zoo("wrn16_fixup"), IMAGE, 256),
-    "vit": Net("ViT, 32×32", from_zoo("vit", image_size=32, channels=3), IMAGE, 512),
+    "vit": Net("ViT with patches of 4, 32×32", from_zoo("vit", image_size=32, channels=3, patch_size=4), IMAGE, 512),
     "encoder": Net("Transformer encoder, 4 layers, 256 tokens", encoder, (256,), 128, vocabulary=1000),
     "encoder_torch": Net("torch.nn encoder, 4 layers, 256 tokens", torch_encoder, (256,), 128, vocabulary=1000),
     "resnet18_fixup": Net("Fixup ResNet-18, 64 planes, 32×32", from_zoo("resnet18_fixup"), IMAGE, 128),

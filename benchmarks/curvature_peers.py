@@ -97,6 +97,8 @@ def backpack(model: nn.Module, batches: Batches, structure: str, source: str) ->
         with active(extension):
             loss(model(x), y).backward()
         for name, p in model.named_parameters():
+            if not hasattr(p, extension.savefield):
+                raise Unsupported(f"gives nothing for {name}")
             part = getattr(p, extension.savefield)
             parts = part if isinstance(part, list) else [part]
             totals[name] = [a + b for a, b in zip(totals[name], parts, strict=True)] if name in totals else parts
