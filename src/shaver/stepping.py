@@ -33,7 +33,7 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
         torch._foreach_add_(factors, 1.0)
         torch._foreach_reciprocal_(factors)
         for p, factor in zip(weights, factors, strict=True):
-            p.mul_(F.threshold_(factor, NEGLIGIBLE, 0.0).to(p.dtype))
+            p.mul_(F.threshold(factor, NEGLIGIBLE, 0.0, inplace=True).to(p.dtype))
 
 
 def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | Tensor:

@@ -223,15 +223,15 @@ class OnlineCurvature:
         seen.outputs = outputs.detach()
         self._passes.append(seen)
         edge = get_gradient_edge(outputs)
-        # registered first: where the last layer is the output, its catcher needs the factor
-        edge.node.register_prehook(self._reader(seen, edge.output_nr))
         if self.source == "mc":
             gradient = self.likelihood.mc_gradient(seen.outputs, self.generator).to(outputs.dtype)
             seen.cotangent = gradient
             edges = [call.edge for call in seen.calls]
             grads = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
             seen.grads = [None if g is None else g.unsqueeze(0) for g in grads]
-        else:
+        # after MC's own pass, which it must not read; before the catchers: the last layer's needs the factor
+        edge.node.register_prehook(self._reader(seen, edge.output_nr))
+        if self.source == "ef":
             seen.grads = [None] * len(seen.calls)
             alone = self.plan.single_uses(seen.calls) if self.plan is not None else set()
             for place, call in enumerate(seen.calls):
