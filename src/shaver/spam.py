@@ -19,7 +19,7 @@ from shaver.evidence import Posterior, improve, improve_noise, shrink_factor
 from shaver.likelihoods import Likelihood, Regression, get_likelihood
 from shaver.naming import check_name
 from shaver.priors import LOG_BOUNDS, Grouping, make_prior
-from shaver.stepping import add_prior_gradient, apply_prior, take_step
+from shaver.stepping import add_prior_gradient, apply_prior, take_step, unscale
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,9 @@ class SpaM:
         strength = weight * self.settings.temperature / self.data_size
         for optimizer in optimizers:
             if not self.settings.proximal:
-                add_prior_gradient(optimizer, self._delta_by_parameter(), strength * scale)
+                if scaler is not None and scaler.is_enabled():
+                    unscale(optimizer, scaler)
+                add_prior_gradient(optimizer, self._delta_by_parameter(), strength)
             if take_step(optimizer, scaler) and self.settings.proximal:
                 apply_prior(optimizer, self._delta_by_parameter(), strength)
         self.steps += 1

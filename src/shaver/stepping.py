@@ -46,8 +46,9 @@ def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
     state = optimizer.state.get(parameter, {})
     if "exp_avg_sq" in state:  # Adam, AdamW, NAdam, RAdam
         square: Tensor = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        correction = 1 - group["betas"][1] ** float(state["step"])
-        return (square / correction).sqrt_().add_(group["eps"]).reciprocal_().mul_(lr)
+        correction = 1.0 - float(group["betas"][1]) ** float(state["step"])
+        step: Tensor = (square / correction).sqrt_().add_(group["eps"]).reciprocal_().mul_(lr)
+        return step
     momentum = float(group.get("momentum", 0.0))
     if "square_avg" in state:  # RMSprop
         average: Tensor = state["square_avg"]
@@ -65,6 +66,13 @@ def add_prior_gradient(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], str
         for p in group["params"]:
             if p in delta and p.grad is not None:
                 p.grad.add_((delta[p] * p).to(p.grad.dtype), alpha=strength)
+
+
+def unscale(optimizer: Optimizer, scaler: Any) -> None:
+    """Give the gradients their true size before something is added to them; once, if that was not done yet."""
+    state = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    if state.name == "READY":
+        scaler.unscale_(optimizer)
 
 
 def take_step(optimizer: Optimizer, scaler: Any = None) -> bool:

@@ -95,9 +95,17 @@ class OnlineCurvature:
         self._passes: list[_Pass] = []
         self._running: _Pass | None = None
         self._busy = False
+
+        # Plain functions, which copy.deepcopy(model) takes along as they are; a copy of the model is not watched.
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._before(module, args, kwargs)
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            self._after(result)
+
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(after, with_kwargs=True),
         ]
 
     # The user's side -------------------------------------------------------------------------------------------
@@ -183,7 +191,13 @@ class OnlineCurvature:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running = None
-        if self._busy or not self.active or not torch.is_grad_enabled() or not model.training:
+        if (
+            model is not self.model
+            or self._busy
+            or not self.active
+            or not torch.is_grad_enabled()
+            or not model.training
+        ):
             return
         first = next((v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.ndim), None)
         if first is None or not len(first):
@@ -213,7 +227,7 @@ class OnlineCurvature:
         if self._running is not None:
             self._running.calls.append(call)
 
-    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _after(self, result: Any) -> None:
         seen, self._running = self._running, None
         if seen is None:
             return
