@@ -357,3 +357,24 @@ class DictModel(nn.Module):
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         x = torch.tanh(self.tokens(tokens)) * mask.unsqueeze(-1)
         return self.layer(x.sum(1) / mask.sum(1, keepdim=True))
+
+
+class Experts(nn.Module):
+    """Each row goes to one of two layers by the sign of its first feature, so a layer sees a part of the batch.
+
+    With positions, the rows are all positions of all samples: a layer may see as many rows as there are samples,
+    and still not one of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        chosen = rows[:, 0] > 0
+        out = x.new_zeros(len(rows), 3)
+        out[chosen] = self.left(rows[chosen])
+        out[~chosen] = torch.tanh(self.right(rows[~chosen]))
+        out = out.reshape(*x.shape[:-1], 3)
+        return out if x.ndim == 2 else out.mean(1)

@@ -1,9 +1,11 @@
 """The diagonal, exactly: every rule, source and composite network against the dense reference in float64."""
 
+import networks as net
 import pytest
 import torch
 from cases import BY_NAME, CASES, Case
-from reference import assert_all_same
+from reference import Problem, assert_all_same
+from torch.utils.checkpoint import checkpoint
 
 from shaver import curvature
 
@@ -22,6 +24,14 @@ def test_diagonal_is_exact(case: Case, source: str):
     assert result.log_likelihood == pytest.approx(problem.log_likelihood(), rel=1e-10)
     assert result.data_size == 5
     assert (result.structure, result.source) == ("diag", source)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_sample_first_then_more_is_exact_too(case: Case):
+    """One sample cannot tell where samples stand in a tensor; what is learned from it must not mislead later."""
+    model, batches = case.model(), case.batches((1, 4))
+    result = compute(case, model, batches, source="ef")
+    assert_all_same(result.diagonal(), case.problem(model, batches).diagonal("ef"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -75,3 +85,48 @@ def test_training_mode_and_evaluation_mode_give_the_same_numbers():
     one, two = (compute(case, model, case.batches()).diagonal() for model in (trained, evaluated))
     for name in one:
         assert torch.equal(one[name], two[name])
+
+
+ROUTES = {
+    "all to one layer, then some": ([1, 1, 1], [1, -1, 1, -1, -1, 1]),
+    "some to each": ([1, -1, 1], [-1, 1, 1, 1, -1, 1]),
+    "positions of all samples, then of one": ([[1, 1]] * 3, [[1, 1], [-1, -1]]),
+    "as many rows as samples, then all": ([[1, 1], [-1, -1], [1, -1]], [[1, 1], [1, 1]]),
+}
+
+
+@pytest.mark.parametrize("source", ["ggn", "ef"])
+@pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
+def test_samples_routed_to_different_layers(routes: tuple[list, list], source: str):
+    """Which rows a layer sees depends on the data, and the first batch may mislead about the second."""
+    torch.manual_seed(0)
+    model, batches = net.Experts().double(), []
+    for signs in map(torch.tensor, routes):
+        x = torch.randn(*signs.shape, 4, dtype=torch.float64)
+        x[..., 0] = x[..., 0].abs() * signs
+        batches.append((x, torch.arange(len(x)) % 3))
+    result = curvature.estimate(model, batches, source=source).diagonal()
+    assert_all_same(result, Problem(model, batches).diagonal(source))
+
+
+def test_checkpointed_activations_change_nothing():
+    case = BY_NAME["mlp"]
+    body, batches = case.model(), case.batches()
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    plain = curvature.estimate(body, batches).diagonal()
+    saved = curvature.estimate(Checkpointed(), batches).diagonal()
+    assert_all_same({name.removeprefix("body."): values for name, values in saved.items()}, plain)
+
+
+def test_dict_batches_need_no_forward_where_the_names_are_the_models():
+    case = BY_NAME["dict-batch"]
+    model, batches = case.model(), case.batches()
+    assert_all_same(curvature.estimate(model, batches).diagonal(), compute(case, model, batches).diagonal())
