@@ -185,7 +185,7 @@ def write(results: list[tuple[Net, int, list[Row]]], repeats: int, folder: Path)
     folder.mkdir(parents=True, exist_ok=True)
     machine = f"torch {torch.__version__}, one thread, {platform.machine()}, Python {platform.python_version()}"
     lines = ["# What one curvature estimate costs", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), ""]
-    lines += [f"Measured with {repeats} repeats on {machine}. A dash is no number; the note says why.", ""]
+    lines += [f"Median of {repeats} on {machine}. A dash is no number; the note says why.", ""]
     with (folder / "curvature.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
