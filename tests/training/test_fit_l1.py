@@ -5,10 +5,8 @@ import torch
 from problems import batches, network
 from torch import nn
 
-from shaver.training import search_l1
-from shaver.training.fitting import fit
-from shaver.training.optimizers import effective_step
-from shaver.training.options import Options
+from shaver.stepping import effective_step
+from shaver.training import Options, fit, search_l1
 
 
 def lasso_data():

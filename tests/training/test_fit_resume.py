@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shaver.data import InMemory
 from shaver.io import load_state
 from shaver.likelihoods import Classification
+from shaver.spam import PAPER
 from shaver.training import Options, fit
 
 KILLER = '''
@@ -65,6 +66,7 @@ while True:
 SETTINGS = [
     {"method": "map", "epochs": 12, "optimizer": "sgd"},
     {"method": "l1", "epochs": 12, "optimizer": "adamw"},
+    {"method": "spam", "epochs": 12, "optimizer": "adam", "spam": {"every": 3, "update": 12, "shrink": 0.5}},
 ]
 
 
@@ -105,11 +107,13 @@ def _stop_after(epoch: int):
         {"optimizer": "adam"},
         {"optimizer": "sgd", "options": Options(amp="float16", clip=1.0)},
         {"optimizer": "adamw", "options": Options(accumulate=2, schedule="constant")},
+        {"method": "spam", "spam": {"every": 2, "update": 6, "shrink": 0.5}},
+        {"method": "spam", "spam": {"settings": PAPER, "structure": "kron"}},
     ],
-    ids=["adam", "float16", "accumulate"],
+    ids=["adam", "float16", "accumulate", "spam", "paper"],
 )
 def test_an_interrupted_run_continues_to_the_same_numbers(tmp_path, settings):
-    settings |= {"method": "map", "epochs": 5, "forward": noisy_forward}
+    settings = {"method": "map", "epochs": 5, "forward": noisy_forward} | settings
     whole, broken, continued = network(dropout=0.2), network(dropout=0.2), network(seed=9, dropout=0.2)
     fit(whole, batches(), **settings)
     with pytest.raises(KeyboardInterrupt):

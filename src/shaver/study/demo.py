@@ -24,7 +24,9 @@ from shaver.study.sweep import SPARSITIES, Row, measure, sweep
 from shaver.study.tables import accuracy_table, cost_table, write_rows
 from shaver.training import fit
 
-METHODS = ("map",)
+METHODS = ("map", "spam")
+#: With a few hundred samples, moving the weights at each update of δ empties the network before it has learned.
+SPAM = {"shrink": 0.0}
 #: Where the cost of the pruned network is shown.
 SHOWN_SPARSITY = 0.95
 
@@ -35,14 +37,17 @@ class Task:
 
     data: str
     network: dict[str, Any]
-    epochs: int
-    batch_size: int
     title: str
+    epochs: int = 100
+    batch_size: int = 64
+    lr: float = 0.1
 
 
 TASKS = (
-    Task("cancer", {"name": "fcn", "inputs": 30, "hidden": [100, 100], "classes": 2}, 100, 32, "Breast cancer, FCN"),
-    Task("digits", {"name": "digits_cnn"}, 60, 64, "Digits, small CNN"),
+    Task(
+        "cancer", {"name": "fcn", "inputs": 30, "hidden": [100, 100], "classes": 2}, "Breast cancer, FCN", batch_size=32
+    ),
+    Task("digits", {"name": "digits_cnn"}, "Digits, small CNN"),
 )
 
 
@@ -120,9 +125,16 @@ def run_job(job: Job, report: Report) -> Result:
     model = shaver.zoo.build(**job.task.network, seed=job.seed)
     logger = _Reporter(report, f"seed {job.seed}")
     history = fit(
-        model, data.train, method=job.method, epochs=job.epochs, batch_size=job.task.batch_size, seed=job.seed,
+        model,
+        data.train,
+        method=job.method,
+        epochs=job.epochs,
+        lr=job.task.lr,
+        batch_size=job.task.batch_size,
+        spam=SPAM if job.method == "spam" else None,
+        seed=job.seed,
         logger=logger,
-    )  # fmt: skip
+    )
     batches, test = data.train.batches(256), list(data.test.batches(256))
     posterior = history.posterior
     if posterior is None:  # MAP's prior is the unit Gaussian; its posterior needs the curvature at the end
@@ -171,6 +183,7 @@ def _configuration(
         "seeds": list(range(seed, seed + repeats)),
         "epochs": {task.data: epochs or task.epochs for task in TASKS},
         "methods": list(METHODS),
+        "spam": SPAM,
         "criteria": criteria.names(),
         "sparsities": list(SPARSITIES),
         "tasks": [asdict(task) for task in TASKS],

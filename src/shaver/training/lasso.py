@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shaver.stepping import effective_step
 from shaver.training.history import History
-from shaver.training.optimizers import effective_step
 
 
 @torch.no_grad()

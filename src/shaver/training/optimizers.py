@@ -1,11 +1,10 @@
-"""The optimizer by name, function or object; its learning rate over time; the step it effectively takes."""
+"""The optimizer by name, function or object, and its learning rate over time."""
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shaver.naming import check_name
@@ -75,19 +74,3 @@ def scheduled_lr(schedule: ScheduleLike, base: float, progress: float) -> float:
         return base
     last = min(LAST_LR, base)
     return last + (base - last) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-
-
-def effective_step(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> float | Tensor:
-    """η such that a constant gradient g moves the parameter by −η g a step, once the optimizer's averages settle.
-
-    SGD: lr (1 − dampening)/(1 − momentum). Adam's family: lr/(√v̂ + ε) for each weight. Others: lr.
-    """
-    lr = float(group["lr"])
-    state = optimizer.state.get(parameter, {})
-    if "exp_avg_sq" in state and "betas" in group:
-        second: Tensor = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-        correction = 1 - group["betas"][1] ** float(state["step"])
-        rate: Tensor = lr / ((second / correction).sqrt() + group["eps"])
-        return rate
-    momentum = float(group.get("momentum", 0.0))
-    return lr * (1 - float(group.get("dampening", 0.0))) / (1 - momentum) if momentum else lr

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shaver.batches import Forward, Targets, batch_size_of
+from shaver.batches import Forward, Targets, batch_size_of, forward_of, targets_of
 from shaver.likelihoods import Classification, Likelihood
 from shaver.naming import check_name
 from shaver.training import checkpoints, divergence
@@ -50,10 +50,11 @@ class Run:
         self.forward, self.targets, self.options = forward, targets, options
         self.config = checkpoints.describe(config)
         self.method, self.epochs = str(config["method"]), int(config["epochs"])
-        self.l1 = float(config["l1"] or 0.0)
+        self.l1, self.seed = float(config["l1"] or 0.0), int(config["seed"])
         self.device = next(model.parameters()).device
         self.steps_per_epoch = -(-train.count // options.accumulate)
         self.history, self.epoch, self.step, self.finished = History(), 0, 0, False
+        self.plain_loss = options.accumulate == 1 and options.amp != "float16"  # a mean over the batch, not scaled
         self._checked = False
 
     def prepare(
@@ -79,12 +80,18 @@ class Run:
     def _attach_spam(self, spam: dict[str, Any]) -> "SpaM":
         from shaver.spam import SpaM  # MAP and L1 need none of it
 
-        return SpaM(
-            self.model,
-            self.train.data_size,
-            likelihood=self.likelihood,
-            **{"total_steps": self.epochs * self.steps_per_epoch, "seed": self.config["seed"], **spam},
-        )
+        steps = self.epochs * self.steps_per_epoch
+        own: dict[str, Any] = {"total_steps": steps, "seed": self.seed, "likelihood": self.likelihood}
+        if clash := own.keys() & spam.keys():
+            raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
+        if self.plain_loss:
+            spam = {"loss": "mean"} | spam
+        elif not isinstance(self.likelihood, Classification):
+            raise ValueError(
+                "with SpaM, accumulate and amp='float16' are for classification, where the scale of the loss can be "
+                "read off its gradient; use a larger batch_size or amp='bfloat16' for this likelihood."
+            )
+        return SpaM(self.model, self.train.data_size, **own, **spam)
 
     def train_epoch(self, bar: Progress) -> dict[str, Any]:
         """One pass over the data; then validation, evidence, the row and the checkpoint."""
@@ -101,7 +108,7 @@ class Run:
         self._checked = True
         if self.spam is not None:
             with self._naming_divergence():
-                self.spam.end_epoch(self.train.epoch(self.epoch))
+                self.spam.end_epoch(self._again(), **self._reading())
         if found := divergence.explain_parameters(self.model):
             raise self._diverged(found)
         row: dict[str, Any] = {"epoch": self.epoch + 1, "loss": total / seen, "lr": lr}
@@ -134,7 +141,7 @@ class Run:
                 expected = self.targets(batch)
                 if not self._checked:  # every batch of the first epoch; later ones cost nothing
                     self.likelihood.check(outputs, expected)
-                loss = self.likelihood.nll(outputs, expected).sum() / size
+                loss = self._loss(outputs, expected, size)
             value = float(loss.detach())
             if not math.isfinite(value):
                 raise self._diverged(divergence.explain_loss(self.model, batch, outputs, value), ahead=1)
@@ -143,6 +150,21 @@ class Run:
         self.step += 1
         self._apply()
         return total, size
+
+    def _loss(self, outputs: Tensor, expected: Tensor, size: int) -> Tensor:
+        """This batch's share of the mean negative log likelihood over the ``size`` samples of a step."""
+        if self.spam is not None and self.plain_loss:
+            return self.spam.loss(outputs, expected)  # the same number, and SpaM knows what it is
+        return self.likelihood.nll(outputs, expected).sum() / size
+
+    def _again(self) -> Iterator[Any]:
+        """The batches of the present epoch once more, for a curvature estimate."""
+        return (to_device(batch, self.device) for batch in self.train.epoch(self.epoch))
+
+    def _reading(self) -> dict[str, Any]:
+        """The user's own functions, where there are any."""
+        given = {"forward": (self.forward, forward_of), "targets": (self.targets, targets_of)}
+        return {name: own for name, (own, usual) in given.items() if own is not usual}
 
     def _apply(self) -> None:
         """Check and clip the gradient, then step by the method's rule."""
@@ -169,7 +191,9 @@ class Run:
             soft_threshold(self.optimizer, self.l1)
 
     def release(self) -> None:
-        """Leave no gradients behind, and give a user's own optimizer its learning rate back."""
+        """Leave no gradients and no hooks behind, and give a user's own optimizer its learning rate back."""
+        if self.spam is not None:
+            self.spam.close()
         self.optimizer.zero_grad(set_to_none=True)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base
