@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import shaver
-import shaver.zoo
 from shaver.cli import main
-from shaver.io import load_state
-from shaver.study.demo import METHODS, TASKS
+from shaver.study.demo import METHODS, TASKS, load_network
 
 
 def test_help_names_the_commands_without_importing_torch():
@@ -82,13 +80,9 @@ def test_the_demo_writes_what_it_promises(run):
 @pytest.mark.parametrize("criterion", ["magnitude", "opd"])
 def test_the_numbers_in_the_file_are_those_of_the_saved_networks(run, task, method, criterion):
     out, rows = run
-    name = f"{task.data}-{method}-3"
-    saved = load_state(out / "models" / f"{name}.safetensors")
-    posterior = shaver.Posterior.load(out / "models" / f"{name}-posterior.safetensors")
     test = shaver.data.load(task.data, seed=3).test
     for sparsity in ("0.4", "0.95"):
-        model = shaver.zoo.build(**saved["network"])
-        model.load_state_dict(saved["weights"])
+        model, posterior = load_network(out, task, method, 3)
         scores = shaver.score(model, criterion, posterior=posterior)
         shaver.prune(model, scores, float(sparsity))
         with torch.no_grad():
@@ -110,6 +104,18 @@ def test_the_numbers_in_the_file_are_those_of_the_saved_networks(run, task, meth
 def test_the_history_of_training_is_kept(run):
     out, _ = run
     for task in TASKS:
-        with open(out / "models" / f"{task.data}-map-3-history.csv") as file:
-            (row,) = csv.DictReader(file)
-        assert float(row["loss"]) > 0
+        for method in METHODS:
+            with open(out / "models" / f"{task.data}-{method}-3-history.csv") as file:
+                (row,) = csv.DictReader(file)
+            assert float(row["loss"]) > 0
+
+
+def test_cost_is_measured_for_dense_and_masked_networks(run):
+    out, _ = run
+    with open(out / "cost.csv") as file:
+        costs = list(csv.DictReader(file))
+    assert len(costs) == len(TASKS) * len(METHODS) * 2
+    for dense, masked in zip(costs[::2], costs[1::2], strict=True):
+        assert int(masked["nonzeros"]) < 0.1 * int(dense["parameters"])
+        assert int(masked["bytes_sparse"]) < int(dense["bytes_dense"])
+        assert float(dense["latency_128"]) > 0

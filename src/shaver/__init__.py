@@ -12,6 +12,7 @@ _NAMES = {
     "Diverged": "shaver.training",
     "History": "shaver.training",
     "Posterior": "shaver.evidence",
+    "SpaM": "shaver.spam",
     "fit": "shaver.training",
     "log_evidence": "shaver.evidence",
     "prune": "shaver.pruning",
@@ -26,6 +27,7 @@ __all__ = [
     "Diverged",
     "History",
     "Posterior",
+    "SpaM",
     "__version__",
     "criteria",
     "curvature",
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from shaver.criteria import score
     from shaver.evidence import Posterior, log_evidence
     from shaver.pruning import prune
+    from shaver.spam import SpaM
     from shaver.training import Diverged, History, fit
 
 

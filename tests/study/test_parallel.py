@@ -31,7 +31,7 @@ def threads(number, report):
 
 
 def run(function, count):
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
     result = run_jobs(function, [("bar", i, 1) for i in range(count)], processes=2, console=console)
     return result, console.file.getvalue()
 

@@ -61,14 +61,12 @@ def test_eleven_columns_fit_a_terminal_of_eighty():
     assert text.count("98.8") == 10
 
 
-def test_cost_shows_the_first_seed(capsys):
+def test_cost_has_a_line_for_each_network():
     numbers = {
         "parameters": 13402, "nonzeros": 13402, "bytes_dense": 53608, "bytes_sparse": 53608, "flops": 26400,
         "flops_sparse": 26400, "latency_1": 3e-5, "latency_128": 7e-5,
     }  # fmt: skip
-    rows = [
-        {"data": "toy", "method": "map", "seed": seed, "sparsity": s} | numbers for seed in (4, 5) for s in (0.0, 0.95)
-    ]
+    rows = [{"data": "toy", "method": "map", "seed": 4, "sparsity": s} | numbers for s in (0.0, 0.95)]
     text = shown(cost_table(rows))
     assert "…" not in text
     assert text.count("toy MAP") == 2

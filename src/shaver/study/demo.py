@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import nn
 
@@ -16,17 +15,18 @@ import shaver.zoo
 from shaver import criteria
 from shaver.curvature import estimate
 from shaver.evidence import Posterior
-from shaver.io import save_state, write_json
+from shaver.io import load_state, save_state, write_json
 from shaver.pruning import prune
 from shaver.study.figures import accuracy_figure
 from shaver.study.parallel import Report, run_jobs
 from shaver.study.sweep import SPARSITIES, Row, measure, sweep
-from shaver.study.tables import accuracy_table, cost_table, write_rows
+from shaver.study.tables import METHOD_NAMES, accuracy_table, cost_table, write_rows
 from shaver.training import fit
 
 METHODS = ("map", "spam")
-#: With a few hundred samples, moving the weights at each update of δ empties the network before it has learned.
-SPAM = {"shrink": 0.0}
+#: Chosen on validation splits of the training data. With a few hundred samples, moving the weights at each update of δ
+#: (shrink) empties a network before it has learned, and a longer time with δ frozen keeps more of its accuracy.
+SPAM = {"shrink": 0.0, "freeze": 0.5}
 #: Where the cost of the pruned network is shown.
 SHOWN_SPARSITY = 0.95
 
@@ -64,10 +64,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a job hands back: rows for the results and for the cost table."""
+    """What a job hands back: its rows, and how long it took."""
 
     rows: list[Row]
-    costs: list[Row]
     seconds: float
 
 
@@ -101,12 +100,13 @@ def run_demo(
         for number in range(seed, seed + repeats)
     ]
     steps = len(criteria.names()) + 1
-    named = [(f"{job.task.title} · {job.method}", job, job.epochs + steps) for job in jobs]
+    named = [(f"{job.task.title}, {METHOD_NAMES[job.method]}", job, job.epochs + steps) for job in jobs]
+    console.print(f"Training and pruning {len(jobs)} networks on {processes} processes …")
     results = run_jobs(run_job, named, processes=processes, console=console)
     order = {task.data: i for i, task in enumerate(TASKS)}
     rows = sorted((row for result in results for row in result.rows), key=lambda row: order[row["data"]])
-    costs = sorted((row for result in results for row in result.costs), key=lambda row: order[row["data"]])
     write_rows(out / "results.csv", rows)
+    costs = [row for task in TASKS for method in METHODS for row in _costs(out, task, method, seed)]
     write_rows(out / "cost.csv", costs)
     titles = {task.data: task.title for task in TASKS}
     accuracy_figure(rows, titles, out / "accuracy")
@@ -148,20 +148,35 @@ def run_job(job: Job, report: Report) -> Result:
     for part in parts:
         rows += [label | row for row in part]
         report(1, f"seed {job.seed}  pruned by {part[0]['criterion']}")
-    name = f"{job.out}/models/{job.task.data}-{job.method}-{job.seed}"
+    name = f"{job.out}/models/{_name(job.task, job.method, job.seed)}"
     save_state(f"{name}.safetensors", {"network": job.task.network, "weights": model.state_dict()})
     posterior.save(f"{name}-posterior.safetensors")
     history.to_csv(f"{name}-history.csv")
-    costs = [label | row for row in _costs(model, posterior, test, example)]
-    return Result(rows, costs, time.perf_counter() - began)
+    return Result(rows, time.perf_counter() - began)
 
 
-def _costs(model: nn.Module, posterior: Posterior, test: list[Any], example: torch.Tensor) -> list[Row]:
-    """The cost of the dense network and, after it, of the same pruned by OPD."""
+def load_network(out: Path, task: Task, method: str, seed: int) -> tuple[nn.Module, Posterior]:
+    """A trained network of a demo's run folder, and its posterior."""
+    saved = load_state(out / "models" / f"{_name(task, method, seed)}.safetensors")
+    model = shaver.zoo.build(**saved["network"])
+    model.load_state_dict(saved["weights"])
+    return model, Posterior.load(out / "models" / f"{_name(task, method, seed)}-posterior.safetensors")
+
+
+def _name(task: Task, method: str, seed: int) -> str:
+    return f"{task.data}-{method}-{seed}"
+
+
+def _costs(out: Path, task: Task, method: str, seed: int) -> list[Row]:
+    """The cost of a dense network and of the same masked, measured when nothing else runs."""
+    model, posterior = load_network(out, task, method, seed)
+    test = list(shaver.data.load(task.data, seed=seed).test.batches(256))
+    example = test[0][0][:1]
+    label = {"data": task.data, "method": method, "seed": seed}
     scores = criteria.score(model, "opd", posterior=posterior)
-    dense = {"sparsity": 0.0} | measure(model, test, example, latency=True)
+    dense = label | {"sparsity": 0.0} | measure(model, test, example, latency=True)
     pruned = prune(model, scores, SHOWN_SPARSITY)
-    return [dense, {"sparsity": pruned.achieved} | measure(model, test, example, latency=True)]
+    return [dense, label | {"sparsity": pruned.achieved} | measure(model, test, example, latency=True)]
 
 
 class _Reporter:
@@ -190,7 +205,7 @@ def _configuration(
         "processes": processes,
         "seconds": round(seconds, 2),
         "seconds_of_jobs": {
-            f"{j.task.data}-{j.method}-{j.seed}": round(r.seconds, 2) for j, r in zip(jobs, results, strict=True)
+            _name(j.task, j.method, j.seed): round(r.seconds, 2) for j, r in zip(jobs, results, strict=True)
         },
         "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
         "platform": platform.platform(),

@@ -28,7 +28,7 @@ _STYLE: dict[Any, Any] = {
     "grid.color": "#e6e6e6",
     "grid.linewidth": 0.8,
     "axes.axisbelow": True,
-    "svg.fonttype": "none",
+    "svg.fonttype": "path",  # looks the same wherever it is shown
     "svg.hashsalt": "shaver",  # the same numbers give the same file
 }
 
@@ -96,5 +96,5 @@ def _legend(figure: Any, rows: Sequence[Row]) -> None:
                label=CRITERION_NAMES.get(c, c))
         for c in criteria
     ]  # fmt: skip
-    figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, handlelength=2.2,
-                  columnspacing=1.4)  # fmt: skip
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, handlelength=1.9,
+                  columnspacing=1.2, handletextpad=0.5, fontsize=9)  # fmt: skip

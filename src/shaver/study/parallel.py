@@ -41,7 +41,7 @@ def run_jobs(
         function: Importable by name, as every spawned process imports it anew.
         jobs: The name of the bar a job belongs to, the job, and its number of steps. Jobs may share a bar.
         processes: How many run at once.
-        console: Where the bars appear.
+        console: Where the bars appear, if it is a terminal.
 
     Raises:
         JobFailed: With the traceback of the first job that failed; jobs that have not begun are dropped.
@@ -56,7 +56,7 @@ def run_jobs(
         TimeElapsedColumn(),
     )
     with (
-        Progress(*columns, console=console) as progress,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
         ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(reports,)) as pool,
     ):
         bars = {name: progress.add_task(name, total=0, note="", start=False) for name, _, _ in jobs}

@@ -65,8 +65,8 @@ def accuracy_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def cost_table(rows: Sequence[Row]) -> Table:
-    """Size, work and time of the dense and the pruned network, for the first seed."""
-    table = _table("Cost, dense and masked by OPD: smaller when stored sparse, not faster to run")
+    """Size, work and time of dense and pruned networks."""
+    table = _table("Cost, dense and masked: smaller when stored sparse, not faster to run")
     table.add_column("data, trained", no_wrap=True)
     columns = (
         "spar-\nsity %",
@@ -79,9 +79,8 @@ def cost_table(rows: Sequence[Row]) -> Table:
     )
     for column in (*columns, "ms for\n1", "ms for\n128"):
         table.add_column(column, justify="right", no_wrap=True)
-    first = min(row["seed"] for row in rows)
     last = None
-    for row in (row for row in rows if row["seed"] == first):
+    for row in rows:
         if last is not None and row["data"] != last:
             table.add_section()
         last = row["data"]
