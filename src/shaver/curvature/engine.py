@@ -205,6 +205,7 @@ class _Estimation:
         edges = [call.edge for call in calls]
         rest = dict.fromkeys(plan.generic)
         rest |= dict.fromkeys(self._awake(outputs, cotangents))
+        rest |= dict.fromkeys(plan.doubted(calls, size))
         chunks = torch.split(cotangents, columns)
         for number, chunk in enumerate(chunks):
             last = number == len(chunks) - 1
@@ -308,7 +309,8 @@ def _backward(outputs: Tensor, edges: list[Any], cotangents: Tensor, keep: bool)
         torch.autograd.grad(outputs, edges, row, retain_graph=keep or k < last, allow_unused=True)
         for k, row in enumerate(cotangents)
     ]
-    return [None if grads[0] is None else torch.stack(grads) for grads in zip(*passes, strict=True)]
+    # (B, K, …) in memory: a sample's gradients lie side by side, as the products over its positions want them
+    return [None if grads[0] is None else torch.stack(grads, 1).transpose(0, 1) for grads in zip(*passes, strict=True)]
 
 
 def _share(batches: Iterable[Any], fraction: float | None, max_samples: int | None) -> float:

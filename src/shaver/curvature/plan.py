@@ -48,6 +48,8 @@ class Plan:
         copies: Raw parameters that are given one copy a sample: parameter name → how.
         generic: Parameters left to the generic rule, with the reason.
         idle: Parameters no gradient reached in the check; looked at again in every batch.
+        rows: Module name → rows a sample that a folded layout had in the check. Another number might mean that the
+            rows are chosen by the data, so it is not trusted.
         vectorised: Whether the generic rule may use vmap: operators exist whose batching rule is wrong.
         modules: Module name → module, for those with a choice.
         outputs: Numbers a sample in the recorded outputs: what K backward passes have to keep.
@@ -58,6 +60,7 @@ class Plan:
     copies: dict[str, Copies] = field(default_factory=dict)
     generic: dict[str, str] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
+    rows: dict[str, set[int]] = field(default_factory=dict)
     vectorised: bool = True
     modules: dict[str, nn.Module] = field(default_factory=dict)
     outputs: int = 0
@@ -72,6 +75,7 @@ class Plan:
             batch: The number of samples.
         """
         found: dict[str, list[Use]] = {}
+        doubted = self.doubted(calls, batch)
         raw = {(copies.name, copies.own): name for name, copies in self.copies.items()}
         for call, grad in zip(calls, grads, strict=True):
             if grad is None:
@@ -81,14 +85,36 @@ class Plan:
                 found.setdefault(raw[call.name, call.parameter], []).append(use)
                 continue
             keys = [key for key in self.choices if key[0] == call.name]
-            if not keys:
+            if all(name in doubted for _, _, name in keys):
                 continue
             choice = self.choices[keys[0]]
             uses = choice.rule(call.module, *_arranged(call, grad, choice.layout, batch))
             for _, own, name in keys:
-                found.setdefault(name, []).append(uses[own])
+                if name not in doubted:
+                    found.setdefault(name, []).append(uses[own])
         for name, parts in found.items():
             yield name, merge(parts)
+
+    def doubted(self, calls: list[Call], batch: int) -> set[str]:
+        """Parameters whose layer was called with other rows than in the check: left to the generic rule this time.
+
+        A layer that serves only some samples or positions, chosen by the data, looks like that.
+        """
+        layouts = {module: choice.layout for (module, _, _), choice in self.choices.items()}
+        wrong = set()
+        for call in calls:
+            if call.parameter is not None or call.name not in layouts:
+                continue
+            layout, shape = layouts[call.name], call.inputs.shape
+            if layout == "first":
+                fits = shape[0] == batch
+            elif layout == "second":
+                fits = len(shape) > 1 and shape[1] == batch
+            else:
+                fits = shape[0] % batch == 0 and shape[0] // batch in self.rows[call.name]
+            if not fits:
+                wrong.add(call.name)
+        return {name for module, _, name in self.choices if module in wrong} if wrong else wrong
 
     def single_uses(self, calls: list[Call]) -> set[tuple[str, str | None]]:
         """(module, raw parameter or None) of the calls whose parameters occur in no other of these calls."""
@@ -161,7 +187,7 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
             continue
         if not called and len(places) == 1:
             (owner, own) = places[0]
-            for ones in (-1, 0, 1, 2, 3):
+            for ones in (-1, 0) if weights[name].ndim > 1 else (0, 1, 2):
                 copies = Copies(owner, model.get_submodule(owner), own, ones)
                 if _broadcasts(copies, function, weights, probe, outputs.detach(), direction, expected, floor):
                     plan.copies[name] = copies
@@ -171,6 +197,8 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
             plan.generic[name] = f"no rule for this use in {kinds}"
             plan.vectorised &= _vmap_agrees(function, {name: weights[name]}, probe, direction, expected, floor)
     _settle(plan)
+    for call in calls:
+        plan.rows.setdefault(call.name, set()).add(call.inputs.shape[0] // count)
     used = {module for module, _, _ in plan.choices}
     plan.modules = {name: module for name, module in modules.items() if name in used}
     kept = [call for call in calls if call.name in used]

@@ -232,7 +232,7 @@ class Several:
 
 def _gradient_factor(grads: Tensor, groups: int, reduce: bool) -> Tensor:
     grads = grads.sum(-1, keepdim=True) if reduce else grads
-    return _outer_sum(grads.flatten(0, 1), groups)
+    return _outer_sum(grads.transpose(0, 1).flatten(0, 1), groups)
 
 
 def _outer_sum(values: Tensor, groups: int) -> Tensor:
@@ -241,6 +241,9 @@ def _outer_sum(values: Tensor, groups: int) -> Tensor:
     if values.shape[-1] == 1:
         rows = grouped.squeeze(-1).transpose(0, 1)  # (g, N, D)
         return rows.transpose(1, 2) @ rows
+    if groups == 1 and values.shape[1] <= values.shape[2]:  # small products, no copy
+        rows = values.contiguous()
+        return torch.bmm(rows, rows.transpose(1, 2)).sum(0, keepdim=True)
     flat = grouped.permute(1, 2, 0, 3).flatten(2)
     return flat @ flat.transpose(1, 2)
 
