@@ -43,7 +43,7 @@ class Settings:
         temperature: T: the likelihood counts 1/T times, in H and against the prior.
         initial_precision: δ before the first update.
         bounds: Lowest and highest log δ.
-        loss: ``"mean"``, ``"sum"`` or ``"auto"``: see :class:`shaver.curvature.OnlineCurvature`.
+        loss: ``"mean"``, ``"sum"`` or ``"auto"``: see :class:`shaver.curvature.OnlineCurvature`. By epochs: a mean.
     """
 
     source: str = "mc"
@@ -65,6 +65,9 @@ class Settings:
     def __post_init__(self) -> None:
         check_name("source", self.source, ("mc", "ef") if self.online else ("ggn", "ef", "mc"))
         check_name("method", self.method, ("fixed_point", "gradient"))
+        check_name("loss", self.loss, ("auto", "mean", "sum"))
+        if not self.online and self.loss == "sum":
+            raise ValueError('by epochs (online=False) the loss is a mean over samples; loss="sum" needs online=True.')
         for name in ("every", "update", "frequency"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}.")
@@ -136,9 +139,9 @@ class SpaM:
             settings = (
                 Settings() if structure == "diag" else Settings(online=False, source="ggn", burn_in=0, shrink=0.0)
             )
-        settings = replace(settings, **options)
-        if structure == "kron" and settings.online:
+        if structure == "kron" and options.get("online", settings.online):
             raise ValueError('Kronecker curvature is learned by epochs: pass online=False with structure="kron".')
+        settings = replace(settings, **options)
         if data_size < 1:
             raise ValueError(f"data_size is the number of training samples, at least 1, not {data_size!r}.")
         self.model, self.data_size, self.structure = model, data_size, structure
@@ -174,11 +177,11 @@ class SpaM:
         """
         if not optimizers:
             raise TypeError("spam.step(optimizer) needs the optimizer whose step it takes.")
-        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
         weight = 1.0
         if self._watcher is not None:
-            self._watcher.step()
-            weight = self._watcher.weight / scale if self._watcher.looks else 1.0
+            scaled = scaler is not None and scaler.is_enabled()
+            self._watcher.step(float(scaler.get_scale()) if scaled else None)
+            weight = self._watcher.weight
         strength = weight * self.settings.temperature / self.data_size
         for optimizer in optimizers:
             if not self.settings.proximal:
@@ -259,7 +262,7 @@ class SpaM:
             temperature=self.settings.temperature,
         )
         if self._watcher is not None:
-            self._watcher.rescale(old / self.likelihood.noise)
+            self._watcher.rescale(old / self.likelihood.noise, curvature.log_likelihood)
 
     # What came out ---------------------------------------------------------------------------------------------
 

@@ -39,24 +39,30 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
 def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | Tensor:
     """How far a constant unit gradient moves a weight in one step, once momentum has built up.
 
-    lr/(1 − momentum) for SGD; lr/(√v̂ + ε) for each weight with Adam and its kin, RMSprop, Adagrad; the learning
-    rate alone for an optimizer of another kind.
+    lr·(1 − dampening)/(1 − momentum) for SGD; lr/(√v̂ + ε) for each weight with Adam and its kin, RMSprop, Adagrad,
+    Adadelta, with v̂ as each of them has it; the learning rate alone for an optimizer of another kind.
     """
     lr = float(group["lr"])
-    state = optimizer.state.get(parameter, {})
-    if "exp_avg_sq" in state:  # Adam, AdamW, NAdam, RAdam
-        square: Tensor = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        correction = 1.0 - float(group["betas"][1]) ** float(state["step"])
-        step: Tensor = (square / correction).sqrt_().add_(group["eps"]).reciprocal_().mul_(lr)
-        return step
     momentum = float(group.get("momentum", 0.0))
-    if "square_avg" in state:  # RMSprop
-        average: Tensor = state["square_avg"]
-        return average.sqrt().add_(group["eps"]).reciprocal_().mul_(lr / (1 - momentum))
-    if "sum" in state:  # Adagrad
-        total: Tensor = state["sum"]
-        return total.sqrt().add_(group["eps"]).reciprocal_().mul_(lr)
-    return lr * (1 - float(group.get("dampening", 0.0))) / (1 - momentum)
+    state = optimizer.state.get(parameter, {})
+    square: Tensor
+    if "exp_avg_sq" in state:  # Adam, AdamW, NAdam, RAdam
+        square = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+        square = square / (1.0 - float(group["betas"][1]) ** float(state["step"]))
+    elif "acc_delta" in state:  # Adadelta: both roots have ε inside
+        ratio: Tensor = (state["acc_delta"] + group["eps"]).div_(state["square_avg"] + group["eps"])
+        return ratio.sqrt_().mul_(lr)
+    elif "square_avg" in state:  # RMSprop
+        lr /= 1 - momentum
+        square = state["square_avg"]
+        square = square.addcmul(state["grad_avg"], state["grad_avg"], value=-1) if group["centered"] else square.clone()
+    elif "sum" in state:  # Adagrad
+        lr /= 1 + (float(state["step"]) - 1) * float(group["lr_decay"])
+        square = state["sum"].clone()
+    else:
+        dampening = float(group.get("dampening", 0.0)) if momentum else 0.0  # torch ignores it without momentum
+        return lr * (1 - dampening) / (1 - momentum)
+    return square.sqrt_().add_(group["eps"]).reciprocal_().mul_(lr)
 
 
 @torch.no_grad()

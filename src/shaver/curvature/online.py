@@ -4,14 +4,14 @@ Hooks on the model look at every k-th step. The empirical Fisher (EF) is read of
 Monte-Carlo Fisher (MC) adds one backward pass, without weight gradients, on those steps.
 """
 
-from collections import defaultdict
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -40,7 +40,8 @@ class OnlineCurvature:
         >>> h = online.curvature().diagonal()
 
     Several forward and backward passes before one ``step`` (gradient accumulation) count as one larger batch. In
-    training mode batch norm's statistics count as constants and dropout stays on.
+    training mode batch norm's statistics count as constants and dropout stays on, except for parameters left to the
+    generic rule, which sees the network in evaluation mode.
 
     Args:
         model: The network, called as ``model(...)`` in the loop.
@@ -49,14 +50,14 @@ class OnlineCurvature:
         every: Look at every ``every``-th step.
         decay: Of the moving average, for each look.
         likelihood: What the outputs mean.
-        loss: How the loss that is differentiated relates to the likelihood: ``"mean"`` or ``"sum"`` over samples of
-            the negative log likelihood, or ``"auto"``: for classification the factor is read off the gradient at
-            the outputs, whatever the reduction, accumulation or loss scale; otherwise ``"mean"``.
+        loss: How the loss that is differentiated relates to the likelihood: ``"mean"`` or ``"sum"`` over the samples
+            of a step of the negative log likelihood, or ``"auto"``: for classification the factor is read off the
+            gradient at the outputs, whatever the reduction, accumulation or loss scale; otherwise ``"mean"``.
         seed: For the labels that MC draws.
 
     Attributes:
         weight: What the last observed step's loss counts as, in units of the mean negative log likelihood: 1 for a
-            mean, the batch size for a sum, the loss scale with mixed precision.
+            mean, the batch size for a sum; a loss scale that :meth:`step` is told is taken out.
     """
 
     def __init__(
@@ -88,9 +89,12 @@ class OnlineCurvature:
         self.average_nll = 0.0
         self.looks = self.steps = 0
         self.weight = 1.0
+        self.rules: dict[str, str] = {}
         self.plan: Plan | None = None
+        self._planned_for = 0  # samples
+        self._reads = loss == "auto" and isinstance(self.likelihood, Classification)
         self._sums: dict[str, Tensor] = {}
-        self._count = 0  # samples seen in this step
+        self._count = self._weighed = 0  # samples seen in this step, and those whose weight in the loss is known
         self._weight = self._nll = 0.0
         self._passes: list[_Pass] = []
         self._running: _Pass | None = None
@@ -107,6 +111,7 @@ class OnlineCurvature:
             model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             model.register_forward_hook(after, with_kwargs=True),
         ]
+        self._layer_handles: list[RemovableHandle] = []
 
     # The user's side -------------------------------------------------------------------------------------------
 
@@ -116,38 +121,52 @@ class OnlineCurvature:
         return self.steps % self.every == 0
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Around ``loss.backward()`` in a loop of one's own: ends the step."""
-        yield
-        self.step()
+    def watch(self, scale: float | None = None) -> Iterator[None]:
+        """Around ``loss.backward()`` in a loop of one's own: ends the step, see :meth:`step`."""
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
+        self.step(scale)
 
-    def step(self) -> bool:
-        """End a step: take what its passes showed into the average. Returns whether there was anything."""
+    def step(self, scale: float | None = None) -> bool:
+        """End a step: take what its passes showed into the average. Returns whether there was anything.
+
+        Args:
+            scale: The loss scale of mixed precision, ``scaler.get_scale()``. A step with infinite gradients, which the
+                scaler skips, is left out then instead of being an error.
+        """
         looked = self.active
         self.steps += 1
         if not looked:
             return False
-        passes, self._passes = self._passes, []
         try:
-            for seen in passes:
+            for seen in self._passes:
                 if self.plan is not None and seen.backward:
                     self._finish(seen)
-            if not self._count:
-                return False
-            self._merge()
-            return True
+            return bool(self._count) and self._merge(scale)
         finally:
-            self._sums, self._count, self._weight, self._nll = {}, 0, 0.0, 0.0
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop the step's passes. The autograd graph holds them by its hooks, so they must not hold the graph."""
+        for seen in self._passes:
+            seen.clear()
+        self._passes, self._sums = [], {}
+        self._count = self._weighed = 0
+        self._weight = self._nll = 0.0
 
     def note(self, nll: float) -> None:
         """Tell the negative log likelihood of the pass just made, where it cannot be read off the gradient."""
         if self._passes and self.active:
             self._passes[-1].nll = nll
 
-    def rescale(self, factor: float) -> None:
-        """Multiply H: a regression's noise has changed."""
+    def rescale(self, factor: float, log_likelihood: float) -> None:
+        """A regression's noise has changed: multiply H, and take the data's log likelihood under the new noise."""
         for average in self.average.values():
             average.mul_(factor)
+        self.average_nll = -log_likelihood / self.data_size * (1 - self.decay**self.looks)
 
     def curvature(self) -> Curvature:
         """The average so far as a :class:`Curvature`; the log likelihood is an average too."""
@@ -158,16 +177,15 @@ class OnlineCurvature:
             )
         correction = 1 / (1 - self.decay**self.looks)
         blocks = {name: DiagonalBlock(self.average[name] * correction) for name in self.wanted}
-        assert self.plan is not None
-        rules = self.plan.labels()
         log_likelihood = -self.average_nll * correction * self.data_size
-        return Curvature(dict(blocks), log_likelihood, self.data_size, "diag", self.source, rules)
+        return Curvature(dict(blocks), log_likelihood, self.data_size, "diag", self.source, dict(self.rules))
 
     def close(self) -> None:
         """Remove every hook from the model."""
-        for handle in self._handles:
+        for handle in [*self._handles, *self._layer_handles]:
             handle.remove()
-        self._handles = []
+        self._handles, self._layer_handles = [], []
+        self._forget()
 
     def state_dict(self) -> dict[str, object]:
         """Tensors and numbers that a resumed run needs."""
@@ -177,14 +195,15 @@ class OnlineCurvature:
             "looks": self.looks,
             "steps": self.steps,
             "weight": self.weight,
+            "rules": dict(self.rules),
             "generator": self.generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take :meth:`state_dict` back."""
-        self.average = {name: value.clone() for name, value in state["average"].items()}
+        self.average = {name: value.to(self.wanted[name].device, copy=True) for name, value in state["average"].items()}
         self.average_nll, self.looks, self.steps = state["average_nll"], state["looks"], state["steps"]
-        self.weight = state["weight"]
+        self.weight, self.rules = state["weight"], dict(state["rules"])
         self.generator.set_state(state["generator"])
 
     # The hooks -------------------------------------------------------------------------------------------------
@@ -202,9 +221,10 @@ class OnlineCurvature:
         first = next((v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.ndim), None)
         if first is None or not len(first):
             return
-        planned = self.plan is not None
-        if not planned:
+        planned = self.plan is not None and not self._planned_for == 1 < len(first)
+        if not planned:  # or planned with one sample, which cannot tell where samples stand
             self._make_plan(args, kwargs)
+            self._planned_for = len(first)
         self._running = _Pass(args, kwargs, len(first))
         if not planned and self.plan is not None:
             for raw in self.plan.copies.values():
@@ -218,7 +238,10 @@ class OnlineCurvature:
                 self.plan = make_plan(self.model, _call, (args, kwargs), self.wanted)
         finally:
             self._busy = False
-        self._handles += watch(self.plan.modules, list(self.plan.copies.values()), self._keep, self._samples)
+        self.rules = self.plan.labels()
+        for handle in self._layer_handles:
+            handle.remove()
+        self._layer_handles = watch(self.plan.modules, list(self.plan.copies.values()), self._keep, self._samples)
 
     def _samples(self) -> int:
         return self._running.count if self._running is not None else 0
@@ -236,55 +259,71 @@ class OnlineCurvature:
             return
         seen.outputs = outputs.detach()
         self._passes.append(seen)
-        edge = get_gradient_edge(outputs)
-        if self.source == "mc":
-            gradient = self.likelihood.mc_gradient(seen.outputs, self.generator).to(outputs.dtype)
-            seen.cotangent = gradient
-            edges = [call.edge for call in seen.calls]
-            grads = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
-            seen.grads = [None if g is None else g.unsqueeze(0) for g in grads]
-        # after MC's own pass, which it must not read; before the catchers: the last layer's needs the factor
-        edge.node.register_prehook(self._reader(seen, edge.output_nr))
+        seen.edge = get_gradient_edge(outputs)
+        # before the catchers: the last layer's needs what is read here
+        seen.edge.node.register_prehook(self._reader(seen, seen.edge.output_nr))
+        seen.grads = [None] * len(seen.calls)
         if self.source == "ef":
-            seen.grads = [None] * len(seen.calls)
             alone = self.plan.single_uses(seen.calls) if self.plan is not None else set()
             for place, call in enumerate(seen.calls):
                 at_once = (call.name, call.parameter) in alone
                 call.edge.node.register_prehook(self._catcher(seen, place, call.edge.output_nr, at_once))
 
     def _reader(self, seen: "_Pass", number: int) -> Any:
-        """A hook for the gradient that the user's loss sends to the outputs: it tells the loss's scale."""
+        """A hook for the gradient that the user's loss sends to the outputs."""
 
         def hook(grads: tuple[Tensor, ...]) -> None:
-            if grads[number] is not None and not seen.backward:
-                seen.backward = True
-                self._read(seen, grads[number].detach())
+            if grads[number] is None or seen.backward or seen.outputs is None:
+                return
+            seen.backward = True
+            self._read(seen, grads[number].detach())
+            if self.source == "mc":
+                self._sample(seen, grads[number].detach())
 
         return hook
 
     def _read(self, seen: "_Pass", gradient: Tensor) -> None:
-        seen.factor = 1.0 / seen.count if self.loss != "sum" else 1.0
+        """The loss's scale. A reduction that the user told is taken out at the end of the step."""
+        seen.factor = 1.0
         if self.source == "ef":
             seen.cotangent = gradient
-        if self.loss == "auto" and isinstance(self.likelihood, Classification):
+        if self._reads:
+            assert isinstance(self.likelihood, Classification)
             assert seen.outputs is not None
-            reading = read_loss(self.likelihood, seen.outputs, gradient)
-            # None: every label is predicted with certainty, there is nothing to read or to add
+            try:
+                reading = read_loss(self.likelihood, seen.outputs, gradient)
+            except FloatingPointError:  # judged at the end of the step: a loss scaler expects it now and then
+                seen.factor = seen.nll = math.nan
+                return
+            # None: every label is predicted with certainty or ignored, there is nothing to read or to add
             seen.factor, seen.nll = (0.0, 0.0) if reading is None else (reading.factor, reading.nll)
+
+    def _sample(self, seen: "_Pass", gradient: Tensor) -> None:
+        """MC's own backward pass, from inside the user's: only now is it known which labels are ignored."""
+        assert seen.outputs is not None
+        assert seen.edge is not None
+        drawn = self.likelihood.mc_gradient(seen.outputs, self.generator).to(gradient.dtype)
+        if isinstance(self.likelihood, Classification):
+            drawn = drawn * (gradient != 0).any(self.likelihood.class_dim, keepdim=True)
+        seen.cotangent = drawn
+        edges = [call.edge for call in seen.calls]
+        if edges:
+            grads = torch.autograd.grad([seen.edge], edges, [drawn], retain_graph=True, allow_unused=True)
+            seen.grads = [None if g is None else g.unsqueeze(0) for g in grads]
 
     def _catcher(self, seen: "_Pass", place: int, number: int, at_once: bool) -> Any:
         """A hook for the gradient at a layer's output. A layer used once is squared and forgotten on the spot."""
 
         def hook(grads: tuple[Tensor, ...]) -> None:
-            if grads[number] is None or seen.caught[place]:
-                return  # the first backward pass counts
-            seen.caught[place] = True
+            if grads[number] is None or place in seen.caught or not seen.backward:
+                return  # the first backward pass counts, if it is one through the outputs
+            seen.caught.add(place)
             gradient = grads[number].detach().unsqueeze(0)
             if not at_once:
                 seen.grads[place] = gradient
             elif seen.factor:
                 self._square([seen.calls[place]], [gradient], seen)
-                seen.calls[place].inputs = seen.calls[place].inputs.new_empty(0)
+                seen.done.add(place)
 
         return hook
 
@@ -299,17 +338,20 @@ class OnlineCurvature:
 
     def _finish(self, seen: "_Pass") -> None:
         """What one pass still has to give: layers used several times, and the generic rule."""
+        self._count += seen.count
         if not seen.factor:
             return
         assert self.plan is not None
         assert seen.cotangent is not None
-        self._square(seen.calls, seen.grads, seen)
+        kept = [place for place in range(len(seen.calls)) if place not in seen.done]
+        self._square([seen.calls[place] for place in kept], [seen.grads[place] for place in kept], seen)
         rest = [*self.plan.generic, *(name for name in self.plan.idle if self.wanted[name].grad is not None)]
+        rest += self.plan.doubted(seen.calls, seen.count)
         if rest:
             self._generic(rest, seen, seen.cotangent.unsqueeze(0), seen.factor if self.source == "ef" else 1.0)
         self._weight += seen.factor * seen.count
+        self._weighed += seen.count
         self._nll += seen.nll
-        self._count += seen.count
 
     def _generic(self, names: list[str], seen: "_Pass", cotangents: Tensor, divisor: float) -> None:
         assert self.plan is not None
@@ -331,25 +373,33 @@ class OnlineCurvature:
         else:
             self._sums[name] = squares
 
-    def _merge(self) -> None:
-        """Scale the step's sums to the data set and take them into the average."""
-        scale = (1 - self.decay) * self.data_size / self._count
-        for name, parameter in self.wanted.items():
-            if name not in self.average:
-                wide = parameter.detach().float() if parameter.element_size() < 4 else parameter.detach()
-                self.average[name] = torch.zeros_like(wide)
-            average = self.average[name]
-            average.mul_(self.decay)
-            if name in self._sums:
-                average.add_(self._sums[name], alpha=scale)
-            if not bool(torch.isfinite(average.sum())):
+    def _merge(self, scale: float | None) -> bool:
+        """Scale the step's sums to the data set and take them into the average; False where they overflowed."""
+        factor = 1.0  # of the negative log likelihood in the loss, where it was not read off
+        if not self._reads:
+            factor = (scale or 1.0) / (1 if self.loss == "sum" else self._count)
+            self._weight *= factor
+        for name in self.wanted:
+            if (name in self._sums and not bool(torch.isfinite(self._sums[name].sum()))) or math.isnan(self._weight):
+                if scale is not None:
+                    return False
                 raise FloatingPointError(
                     f"the curvature of {name!r} is not finite at step {self.steps}: the batch, the weights or the "
                     "loss hold NaN or infinity."
                 )
+        share = (1 - self.decay) * self.data_size / self._count / (factor**2 if self.source == "ef" else 1.0)
+        for name, parameter in self.wanted.items():
+            if name not in self.average:
+                wide = parameter.detach().float() if parameter.element_size() < 4 else parameter.detach()
+                self.average[name] = torch.zeros_like(wide)
+            self.average[name].mul_(self.decay)
+            if name in self._sums:
+                self.average[name].add_(self._sums[name], alpha=share)
         self.average_nll = self.decay * self.average_nll + (1 - self.decay) * self._nll / self._count
-        self.weight = self._weight
+        if self._weighed:
+            self.weight = self._weight * self._count / self._weighed / (scale or 1.0)
         self.looks += 1
+        return True
 
 
 class _Pass:
@@ -360,10 +410,18 @@ class _Pass:
         self.calls: list[Call] = []
         self.grads: list[Tensor | None] = []
         self.outputs: Tensor | None = None
-        self.caught: dict[int, bool] = defaultdict(bool)
+        self.edge: GradientEdge | None = None
+        self.caught: set[int] = set()
+        self.done: set[int] = set()
         self.cotangent: Tensor | None = None
         self.backward = False
-        self.factor = self.nll = 0.0
+        self.factor, self.nll = 0.0, math.nan  # unknown unless read or told
+
+    def clear(self) -> None:
+        """Let go of the graph and of everything large; a backward pass that comes later finds nothing to do."""
+        self.args, self.kwargs, self.calls, self.grads = (), {}, [], []
+        self.outputs = self.cotangent = self.edge = None
+        self.backward = False
 
 
 def _call(model: nn.Module, batch: Any) -> Tensor:

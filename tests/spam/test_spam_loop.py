@@ -1,0 +1,469 @@
+"""SpaM in a training loop: what a step does, when δ is learned, and what is kept."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from toys import N, assert_close, blobs, conv, images, mlp, sgd, split, train, weights
+
+from shaver.curvature import estimate
+from shaver.evidence import log_evidence, optimal_precision, shrink_factor
+from shaver.io import load_state, save_state
+from shaver.priors import LOG_BOUNDS
+from shaver.spam import PAPER, Settings, SpaM
+
+PRIORS = ["scalar", "layer", "unit", "parameter"]
+QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3}
+
+
+def never(**options: Any) -> dict[str, Any]:
+    """Settings under which δ is not learned within a test."""
+    return {"total_steps": 10**6, "burn_in": 0.5, "every": 3} | options
+
+
+# Before the first update: MAP ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["ef", "mc"])
+@pytest.mark.parametrize("temperature", [1.0, 0.2])
+def test_without_an_update_it_is_map_with_a_proximal_weight_decay(source: str, temperature: float):
+    model, by_hand = mlp(), mlp()
+    spam = SpaM(model, N, initial_precision=5.0, source=source, temperature=temperature, **never())
+    train(model, spam, sgd(model), split(blobs()), 3)
+    optimizer = sgd(by_hand)
+    for _ in range(3):
+        for x, y in split(blobs()):
+            optimizer.zero_grad()
+            F.cross_entropy(by_hand(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p in by_hand.parameters():
+                    p /= 1 + 0.1 / (1 - 0.9) * 5.0 * temperature / N
+    assert_close(weights(model), weights(by_hand))
+    assert spam.updates == 0
+    assert all((delta == 5).all() for delta in spam.prior.delta().values())
+
+
+def test_as_a_gradient_it_is_the_weight_decay_of_torch():
+    model, by_hand = mlp(), mlp()
+    train(model, SpaM(model, N, initial_precision=5.0, proximal=False, **never()), sgd(model), split(blobs()), 3)
+    optimizer = sgd(by_hand, weight_decay=5.0 / N)
+    for x, y in split(blobs()) * 3:
+        optimizer.zero_grad()
+        F.cross_entropy(by_hand(x), y).backward()
+        optimizer.step()
+    assert_close(weights(model), weights(by_hand))
+
+
+@pytest.mark.parametrize("proximal", [True, False])
+def test_the_prior_keeps_its_place_beside_a_sum(proximal: bool):
+    """A loss that is B times as large with a learning rate B times as small is the same training."""
+    models = [mlp(), mlp()]
+    for model, reduction, lr in zip(models, ("mean", "sum"), (0.1, 0.1 / 16), strict=True):
+        spam = SpaM(model, N, initial_precision=5.0, proximal=proximal, **never())
+        optimizer = sgd(model, lr)
+        for x, y in split(blobs()):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y, reduction=reduction).backward()
+            spam.step(optimizer)
+    assert_close(weights(models[1]), weights(models[0]), 1e-7)
+
+
+@pytest.mark.parametrize("source", ["ef", "mc"])
+def test_accumulated_gradients_are_one_larger_batch(source: str):
+    models, found = [mlp(), mlp()], []
+    for model, parts in zip(models, (1, 4), strict=True):
+        spam = SpaM(model, N, source=source, **QUICK)
+        optimizer = sgd(model)
+        for x, y in split(blobs(), 32) * 3:
+            optimizer.zero_grad()
+            for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                (F.cross_entropy(model(a), b) / parts).backward()
+            spam.step(optimizer)
+        assert spam.updates == 3
+        found.append(spam.prior.delta())
+    if source == "ef":  # MC draws its labels in another order
+        assert_close(weights(models[1]), weights(models[0]), 1e-7)
+        assert_close(found[1], found[0], 1e-6)
+
+
+def test_two_optimizers_are_one_with_two_groups():
+    one, two = mlp(), mlp()
+    spams = [SpaM(model, N, source="ef", **QUICK) for model in (one, two)]
+    both = torch.optim.SGD([{"params": one[0].parameters(), "lr": 0.2}, {"params": one[2].parameters()}], lr=0.05)
+    first, second = torch.optim.SGD(two[0].parameters(), lr=0.2), torch.optim.SGD(two[2].parameters(), lr=0.05)
+    for x, y in split(blobs()) * 2:
+        for model in (one, two):
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+        spams[0].step(both)
+        spams[1].step(first, second)
+    assert spams[1].updates == spams[0].updates == 4
+    assert_close(weights(two), weights(one))
+    assert_close(spams[1].prior.delta(), spams[0].prior.delta())
+
+
+def test_a_step_without_a_pass_still_applies_the_prior():
+    model = mlp()
+    spam = SpaM(model, N, **QUICK)
+    before = weights(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for _ in range(6):
+        spam.step(sgd(model))
+    assert spam.updates == 0
+    assert_close(weights(model), {name: w / (1 + 1 / N) ** 6 for name, w in before.items()})
+    assert spam.statistics() == {}
+    with pytest.raises(RuntimeError, match="no training step has been observed"):
+        _ = spam.posterior
+
+
+# When δ is learned -----------------------------------------------------------------------------------------------
+
+
+def updates(total: int | None, steps: int, **options: Any) -> list[int]:
+    """The steps at which δ was updated."""
+    model = mlp()
+    spam = SpaM(model, N, total_steps=total, every=1, update=4, **options)
+    (x, y), *_ = split(blobs(), 8)
+    optimizer, found = sgd(model, 0.01), []
+    for step in range(1, steps + 1):
+        before = spam.updates
+        train(model, spam, optimizer, [(x, y)])
+        if spam.updates > before:
+            found.append(step)
+    return found
+
+
+def test_delta_is_learned_between_burn_in_and_freeze():
+    assert updates(50, 50, burn_in=0.2, freeze=0.6) == [12, 16, 20, 24, 28]
+    assert updates(50, 50, burn_in=0.0, freeze=1.0) == list(range(4, 51, 4))
+    assert updates(None, 14) == [4, 8, 12], "without total_steps there is neither"
+
+
+def test_delta_stays_as_it_is_after_the_freeze():
+    model = mlp()
+    spam = SpaM(model, N, total_steps=40, burn_in=0.0, freeze=0.5, **QUICK)
+    optimizer, batches = sgd(model), split(blobs())
+    train(model, spam, optimizer, batches, 4)  # 24 steps
+    frozen, at = spam.prior.delta(), weights(model)
+    train(model, spam, optimizer, batches, 2)
+    assert_close(spam.prior.delta(), frozen, 0.0)
+    assert any(not torch.equal(w, at[name]) for name, w in weights(model).items()), "the weights go on"
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_by_epochs_delta_is_learned_after_the_burn_in_every_so_often(structure: str):
+    model, found = mlp(), []
+    spam = SpaM(model, N, structure=structure, online=False, source="ggn", burn_in=2, frequency=3)
+    for epoch in range(1, 10):
+        before = spam.updates
+        spam.end_epoch(split(blobs()))
+        if spam.updates > before:
+            found.append(epoch)
+    assert found == [3, 6, 9]
+
+
+def test_by_epochs_it_freezes_too():
+    model = mlp()
+    spam = SpaM(model, N, structure="kron", total_steps=24, freeze=0.5)
+    for _ in range(4):
+        train(model, spam, sgd(model), split(blobs()))
+        spam.end_epoch(split(blobs()))
+    assert spam.updates == 2
+
+
+def test_online_the_end_of_an_epoch_is_nothing_special():
+    model = mlp()
+    spam = SpaM(model, N)
+    spam.end_epoch(iter(()))
+    assert (spam.epochs, spam.updates) == (1, 0)
+
+
+# What an update does ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shrink", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_an_update_finds_the_best_delta_and_moves_the_weights_along(shrink: float, temperature: float):
+    """With a learning rate of 0 only the shrink moves weights, and the whole data set in a batch makes H exact."""
+    model, (x, y) = mlp(), blobs()
+    spam = SpaM(model, N, source="ef", every=1, decay=0.0, update=1, shrink=shrink, temperature=temperature)
+    optimizer = sgd(model, 0.0)
+    delta = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    for step in range(3):
+        theta = weights(model)
+        h = estimate(model, [(x, y)], source="ef").diagonal()
+        train(model, spam, optimizer, [(x, y)])
+        low, high = (math.exp(bound) for bound in LOG_BOUNDS)
+        best = {name: optimal_precision(h[name] / temperature, theta[name]).clamp(low, high) for name in theta}
+        assert_close(spam.prior.delta(), best, 1e-8)
+        if step:  # the first δ says nothing about where the weights came from
+            for name in theta:
+                theta[name] *= shrink_factor(h[name] / temperature, delta[name], best[name], shrink)
+        assert_close(weights(model), theta, 1e-8)
+        delta = best
+    assert spam.updates == 3
+
+
+@pytest.mark.parametrize("method", ["fixed_point", "gradient"])
+@pytest.mark.parametrize("source", ["ef", "mc"])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_every_prior_is_learned_online(prior: str, source: str, method: str):
+    model = mlp()
+    spam = SpaM(model, N, prior=prior, source=source, method=method, **QUICK)
+    train(model, spam, sgd(model), split(blobs()), 4)
+    assert spam.updates == 8
+    learned = spam.posterior.log_evidence
+    assert learned > log_evidence(model, spam.curvature, prior_precision=1.0) + 1
+    for name, delta in spam.prior.delta().items():
+        assert torch.isfinite(delta.log()).all(), name
+    assert F.cross_entropy(model(blobs()[0]), blobs()[1]) < 0.9
+
+
+def test_a_grouping_of_ones_own():
+    model = mlp()
+    spam = SpaM(model, N, prior=lambda name, p: name.split(".")[0], **QUICK)
+    train(model, spam, sgd(model), split(blobs()), 2)
+    delta = spam.prior.delta()
+    assert delta["0.weight"] == delta["0.bias"] != delta["2.weight"] == delta["2.bias"]
+
+
+@pytest.mark.parametrize("settings", [None, PAPER], ids=["default", "paper"])
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_every_prior_and_structure_by_epochs(prior: str, structure: str, settings: Settings | None):
+    model, batches = conv(), split(images(), 8)
+    options = {} if settings or structure == "kron" else {"online": False}
+    spam = SpaM(model, 24, prior=prior, structure=structure, settings=settings, **options)
+    for _ in range(3):
+        train(model, spam, sgd(model, 0.02), batches)
+        spam.end_epoch(batches)
+    assert spam.updates == 3
+    assert spam.curvature.structure == structure
+    assert model.training
+    plain = log_evidence(model, spam.curvature, prior_precision=1.0)
+    assert spam.posterior.log_evidence > plain
+
+
+def test_the_paper_s_settings():
+    assert (PAPER.source, PAPER.method, PAPER.online, PAPER.proximal, PAPER.shrink) == (
+        "ggn",
+        "gradient",
+        False,
+        False,
+        0.0,
+    )
+
+
+# What comes out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.2])
+def test_the_posterior_s_precision_is_curvature_plus_prior(temperature: float):
+    model = mlp()
+    spam = SpaM(model, N, temperature=temperature, **QUICK)
+    train(model, spam, sgd(model), split(blobs()), 2)
+    h, delta = spam.curvature.diagonal(), spam.prior.delta()
+    assert_close(spam.posterior.precision(), {name: h[name] / temperature + delta[name] for name in h})
+
+
+def test_statistics():
+    model = mlp()
+    spam = SpaM(model, N, prior="layer", **QUICK)
+    assert spam.statistics() == {}
+    train(model, spam, sgd(model), split(blobs()), 2)
+    found = spam.statistics()
+    assert set(found) == {"effective_parameters", "relevant", "mean_log_delta", "log_evidence"}
+    size = sum(p.numel() for p in model.parameters())
+    assert 0 < found["effective_parameters"] < size
+    assert 0 < found["relevant"] < 1
+    logs = [float(delta.log()) for delta in spam.prior.delta().values()]
+    assert found["mean_log_delta"] == pytest.approx(sum(logs) / 4)
+    assert found["log_evidence"] == pytest.approx(spam.posterior.log_evidence)
+
+
+def test_without_a_likelihood_there_is_no_evidence():
+    """Label smoothing: H is the model's own, but what the data say is not known."""
+    model = mlp()
+    spam = SpaM(model, N, loss="mean", **QUICK)
+    optimizer = sgd(model)
+    for x, y in split(blobs()) * 2:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, label_smoothing=0.1).backward()
+        spam.step(optimizer)
+    assert spam.updates == 4
+    assert set(spam.statistics()) == {"effective_parameters", "relevant", "mean_log_delta"}
+
+
+def test_close_takes_the_hooks_off_and_keeps_the_posterior():
+    model = mlp()
+    before = [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
+    spam = SpaM(model, N, **QUICK)
+    train(model, spam, sgd(model), split(blobs()))
+    precision = spam.posterior.precision()
+    spam.close()
+    assert [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()] == before
+    assert_close(spam.posterior.precision(), precision, 0.0)
+
+
+# Saving ----------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mc": QUICK,
+    "ef": QUICK | {"source": "ef", "prior": "unit"},
+    "gradient": QUICK | {"proximal": False, "method": "gradient", "prior": "layer"},
+    "kron": {"structure": "kron", "prior": "unit", "source": "mc"},
+    "regression": QUICK | {"likelihood": "regression"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_saved_midway_goes_on_bit_by_bit(kind: str, tmp_path: Any):
+    (x, y), options = blobs(), KINDS[kind]
+    batches = split((x, y))
+
+    def start() -> tuple[nn.Module, SpaM, torch.optim.Optimizer]:
+        model = mlp()
+        return model, SpaM(model, N, total_steps=40, **options), torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def go(model: nn.Module, spam: SpaM, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            a, b = batches[step % len(batches)]
+            optimizer.zero_grad()
+            spam.loss(model(a), a[:, :3] if kind == "regression" else b).backward()
+            spam.step(optimizer)
+            if step % 6 == 5:
+                spam.end_epoch(batches)
+
+    whole = start()
+    go(*whole, 0, 24)
+    part = start()
+    go(*part, 0, 13)
+    save_state(tmp_path / "state", [x.state_dict() for x in part])
+    resumed = start()
+    for piece, state in zip(resumed, load_state(tmp_path / "state"), strict=True):
+        piece.load_state_dict(state)
+    assert resumed[1].statistics() == part[1].statistics()
+    go(*resumed, 13, 24)
+    assert resumed[1].updates == whole[1].updates > 2
+    assert resumed[1].statistics() == whole[1].statistics()
+    for kept, new in (
+        (whole[0].state_dict(), resumed[0].state_dict()),
+        (whole[1].prior.delta(), resumed[1].prior.delta()),
+    ):
+        assert all(torch.equal(kept[name], new[name]) for name in kept)
+
+
+def test_a_state_of_the_other_way_of_learning_is_refused():
+    online, epochs = SpaM(mlp(), N), SpaM(mlp(), N, online=False)
+    with pytest.raises(ValueError, match="learned online and this one by epochs"):
+        epochs.load_state_dict(online.state_dict())
+    with pytest.raises(ValueError, match="learned online and this one by epochs"):
+        online.load_state_dict(epochs.state_dict())
+
+
+# Mixed precision -------------------------------------------------------------------------------------------------
+
+
+class Problem:
+    """Steps in float32, with or without a loss scale that grows on the way."""
+
+    def __init__(self, scaled: bool, **options: Any) -> None:
+        self.model = mlp().float()
+        self.optimizer = sgd(self.model)
+        self.spam = SpaM(self.model, N, **QUICK, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=scaled)
+
+    def step(self, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        loss = self.spam.loss(self.model(x.float()), y)
+        self.scaler.scale(loss * factor).backward()
+        self.spam.step(self.optimizer, scaler=self.scaler)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"source": "ef"}, {"source": "mc"}, {"source": "ef", "proximal": False}, {"source": "ef", "loss": "mean"}],
+    ids=str,
+)
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_loss_scale_changes_nothing(options: dict[str, Any], likelihood: str):
+    plain, scaled = (Problem(on, likelihood=likelihood, **options) for on in (False, True))
+    for x, y in split(blobs()) * 2:
+        for problem in (plain, scaled):
+            problem.step(x, x[:, :3].float() if likelihood == "regression" else y)
+    assert scaled.scaler.get_scale() == 64 * 2**6
+    assert scaled.spam.updates == plain.spam.updates == 4
+    assert_close(weights(scaled.model), weights(plain.model), 1e-3)
+    if likelihood == "regression":
+        assert scaled.spam.statistics()["noise"] == pytest.approx(plain.spam.statistics()["noise"], rel=1e-3)
+
+
+@pytest.mark.parametrize("source", ["ef", "mc"])
+@pytest.mark.parametrize("proximal", [True, False])
+def test_a_skipped_step_is_neither_a_step_nor_a_shrink_nor_a_look(source: str, proximal: bool):
+    problem = Problem(True, source=source, proximal=proximal)
+    batches = split(blobs())
+    problem.step(*batches[0])
+    problem.step(*batches[1])
+    before, h = weights(problem.model), problem.spam.curvature.diagonal()
+    problem.spam.settings = Settings(**(vars(problem.spam.settings) | {"update": 100}))  # no update of δ just now
+    problem.step(*batches[2], factor=math.inf)  # the third step is one that is looked at
+    assert_close(weights(problem.model), before, 0.0)
+    assert_close(problem.spam.curvature.diagonal(), h, 0.0)
+    problem.step(*batches[3])
+    assert any(not torch.equal(w, before[name]) for name, w in weights(problem.model).items())
+
+
+def test_without_a_scaler_an_infinite_loss_is_an_error():
+    problem = Problem(False)
+    with pytest.raises(FloatingPointError, match="not finite at step 1"):
+        problem.step(*blobs(), factor=math.inf)
+
+
+# Bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shrnk": 0.5}, "did you mean 'shrink'"),
+        ({"burnin": 0.5}, "did you mean 'burn_in'"),
+        ({"prior": "units"}, "did you mean 'unit'"),
+        ({"structure": "diagonal"}, "did you mean 'diag'"),
+        ({"source": "ggn"}, "'ggn'"),
+        ({"method": "adam"}, "'adam'"),
+        ({"loss": "average"}, "'average'"),
+        ({"online": False, "loss": "sum"}, "by epochs"),
+        ({"structure": "kron", "online": True}, "by epochs"),
+        ({"shrink": 1.5}, r"shrink.*1\.5"),
+        ({"temperature": 0.0}, r"temperature.*0\.0"),
+        ({"every": 0}, "every.*0"),
+        ({"update": 0}, "update.*0"),
+        ({"burn_in": 1.0}, r"burn_in.*1\.0"),
+        ({"freeze": 0.0}, r"freeze.*0\.0"),
+        ({"initial_precision": 0.0}, r"initial precision 0\.0"),
+        ({"data_size": 0}, "data_size.*0"),
+        ({"likelihood": "regresion"}, "did you mean 'regression'"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        SpaM(mlp(), **({"data_size": N} | options))
+
+
+def test_a_step_needs_an_optimizer():
+    with pytest.raises(TypeError, match="needs the optimizer"):
+        SpaM(mlp(), N).step()
+
+
+def test_by_epochs_there_is_no_posterior_before_an_estimate():
+    spam = SpaM(mlp(), N, structure="kron")
+    assert spam.statistics() == {}
+    with pytest.raises(RuntimeError, match=r"spam\.end_epoch\(batches\)"):
+        _ = spam.posterior
