@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -64,21 +65,68 @@ class Copies:
 
 
 @contextmanager
-def recording(modules: Mapping[str, nn.Module], copies: Sequence[Copies] = (), count: int = 0) -> Iterator[list[Call]]:
+def recording(
+    modules: Mapping[str, nn.Module],
+    copies: Sequence[Copies] = (),
+    count: int = 0,
+    linears: Mapping[str, Tensor] | None = None,
+) -> Iterator[list[Call]]:
     """Record the calls of ``modules`` made inside the block, in order. The hooks are gone afterwards.
 
     Args:
         modules: Name → module.
         copies: Raw parameters to give one copy a sample.
         count: The number of samples, for ``copies``.
+        linears: Weights whose use in ``F.linear`` outside a layer of their own is recorded too.
     """
     calls: list[Call] = []
     handles = watch(modules, copies, calls.append, lambda: count)
     try:
-        yield calls
+        with functional_linears(linears or {}, calls.append):
+            yield calls
     finally:
         for handle in handles:
             handle.remove()
+
+
+#: What the name of a recorded call of ``F.linear`` begins with; the weight's name follows.
+FUNCTIONAL = "F.linear:"
+
+
+@dataclass
+class LinearCall:
+    """Stands for the layer in a call of ``F.linear`` with a weight that has none, such as packed attention's."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@contextmanager
+def functional_linears(weights: Mapping[str, Tensor], keep: Callable[[Call], None]) -> Iterator[None]:
+    """Hand every ``F.linear(x, w, b)`` with one of ``weights`` as w to ``keep``.
+
+    ``torch.nn.functional.linear`` is replaced inside the block; ``MultiheadAttention`` finds it by that name.
+    """
+    if not weights:
+        yield
+        return
+    names = {id(w): name for name, w in weights.items()}
+    plain = F.linear
+
+    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = plain(inputs, weight, bias)
+        name = names.get(id(weight))
+        if name is not None and output.requires_grad:
+            stand_in: Any = LinearCall(weight, bias)
+            edge = get_gradient_edge(output)
+            keep(Call(FUNCTIONAL + name, stand_in, inputs.detach(), edge, output.numel()))
+        return output
+
+    F.linear = linear  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.linear = plain
 
 
 def watch(

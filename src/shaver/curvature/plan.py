@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, batch_size_of
-from shaver.curvature.capture import Call, Copies, Functional, recording, take
+from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Functional, recording, take
 from shaver.curvature.generic import vmapped_gradients
-from shaver.curvature.rules import Rule, rules_for
+from shaver.curvature.rules import Rule, linear, rules_for
 from shaver.curvature.uses import Dense, Use, merge
 
 #: Samples in the check. Two would do; three tell "two tokens" from "two samples".
@@ -46,6 +46,7 @@ class Plan:
     Attributes:
         choices: (module name, parameter's own name in it, parameter name in the model) → choice.
         copies: Raw parameters that are given one copy a sample: parameter name → how.
+        linears: Weights that are used by ``F.linear`` outside a layer of their own.
         generic: Parameters left to the generic rule, with the reason.
         idle: Parameters no gradient reached in the check; looked at again in every batch.
         rows: Module name → rows a sample that a folded layout had in the check. Another number might mean that the
@@ -58,6 +59,7 @@ class Plan:
 
     choices: dict[tuple[str, str, str], Choice] = field(default_factory=dict)
     copies: dict[str, Copies] = field(default_factory=dict)
+    linears: dict[str, Tensor] = field(default_factory=dict)
     generic: dict[str, str] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     rows: dict[str, set[int]] = field(default_factory=dict)
@@ -155,8 +157,12 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
     owners = _owners(model, wanted)
     candidates = {name: list(rules_for(module)) for name, module in model.named_modules() if name in owners}
     modules = {name: model.get_submodule(name) for name, rules in candidates.items() if rules}
-    with recording(modules) as calls:
+    matrices = {name: w for name, w in weights.items() if w.ndim == 2}
+    with recording(modules, linears=matrices) as calls:
         outputs = function.at(weights, probe)
+    within = _inside_layers(calls)
+    calls = [call for place, call in enumerate(calls) if place not in within]
+    _adopt(calls, weights, owners, candidates)
     check_outputs(outputs, count)
     _check_independent(function, weights, probe, outputs, model)
     direction = torch.randn(outputs.shape, generator=generator).to(outputs)
@@ -185,27 +191,58 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
             for (module, own), choice in zip(called, fits, strict=True):
                 plan.choices[module, own, name] = choice
             continue
-        if not called and len(places) == 1:
-            (owner, own) = places[0]
+        real = [(m, own) for m, own in places if not m.startswith(FUNCTIONAL)]
+        if not called and len(real) == 1:
+            (owner, own) = real[0]
             for ones in (-1, 0) if weights[name].ndim > 1 else (0, 1, 2):
                 copies = Copies(owner, model.get_submodule(owner), own, ones)
                 if _broadcasts(copies, function, weights, probe, outputs.detach(), direction, expected, floor):
                     plan.copies[name] = copies
                     break
         if name not in plan.copies:
-            kinds = " + ".join(type(model.get_submodule(m)).__name__ for m, _ in places)
+            kinds = " + ".join(type(model.get_submodule(m)).__name__ for m, _ in real)
             plan.generic[name] = f"no rule for this use in {kinds}"
             plan.vectorised &= _vmap_agrees(function, {name: weights[name]}, probe, direction, expected, floor)
     _settle(plan)
     for call in calls:
         plan.rows.setdefault(call.name, set()).add(call.inputs.shape[0] // count)
     used = {module for module, _, _ in plan.choices}
+    plan.linears = {name: wanted[name] for name in matrices if FUNCTIONAL + name in used}
     plan.modules = {name: module for name, module in modules.items() if name in used}
     kept = [call for call in calls if call.name in used]
     copied = sum(weights[name].numel() for name in plan.copies)
     plan.outputs = sum(call.numel for call in kept) // count + copied
     plan.patches = max((_unfolded(call) for call in kept), default=0) // count
     return plan
+
+
+def _inside_layers(calls: list[Call]) -> set[int]:
+    """Places of the ``F.linear`` calls that a recorded layer made itself: the layer's own record follows at once."""
+    return {
+        place
+        for place, (call, after) in enumerate(itertools.pairwise(calls))
+        if call.name.startswith(FUNCTIONAL)
+        and not after.name.startswith(FUNCTIONAL)
+        and call.edge.node is after.edge.node
+    }
+
+
+def _adopt(
+    calls: list[Call],
+    weights: Mapping[str, Tensor],
+    owners: dict[str, dict[str, str]],
+    candidates: dict[str, list[tuple[str, Rule]]],
+) -> None:
+    """Make owners of the remaining ``F.linear`` calls, with the linear rule as candidate."""
+    names = {id(w): name for name, w in weights.items()}
+    for call in calls:
+        if call.name.startswith(FUNCTIONAL):
+            stand_in: Any = call.module
+            own = {"weight": call.name.removeprefix(FUNCTIONAL)}
+            if id(stand_in.bias) in names:
+                own["bias"] = names[id(stand_in.bias)]
+            owners[call.name] = own
+            candidates[call.name] = [("linear", linear)]
 
 
 def _settle(plan: Plan) -> None:
