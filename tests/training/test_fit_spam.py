@@ -139,7 +139,6 @@ def test_settings_that_fit_gives_itself_are_refused():
         fit(network(), batches(), spam={"shrnk": 0.5})
 
 
-@pytest.mark.xfail(strict=True, reason="online curvature read back from a file has no plan before its first look")
 def test_a_finished_run_has_its_posterior_back(tmp_path):
     model, again = network(), network(seed=9)
     first = fit(model, batches(), epochs=3, spam=QUICK, folder=tmp_path)
