@@ -83,7 +83,7 @@ def test_one_watched_step_is_an_estimate_on_its_batch(case: Case):
     model, (batch,) = without_noise(case.model()), case.batches((5,))
     online = watch(model, likelihood=case.likelihood)
     nll = nlls(case, model, batch)
-    online.note(float(nll.sum()))  # nothing new for a classifier, whose likelihood is read off the gradient
+    online.note(float(nll.detach().sum()))  # nothing new for a classifier, whose likelihood is read off the gradient
     with online.watch():
         nll.mean().backward()
     assert_step(online, case, [batch])
@@ -100,7 +100,7 @@ def test_a_later_step_is_one_too(case: Case):
     for batch in batches:
         model.zero_grad()
         nll = nlls(case, model, batch)
-        online.note(float(nll.sum()))
+        online.note(float(nll.detach().sum()))
         with online.watch():
             nll.mean().backward()
     assert_step(online, case, batches[1:])
@@ -204,6 +204,23 @@ def test_a_step_in_which_nothing_has_a_loss_keeps_the_weight():
         nlls(case, model, (batch[0], torch.full_like(batch[1], -100))).sum().backward()
     assert online.weight == pytest.approx(5)
     assert not any(h.any() for h in online.curvature().diagonal().values())
+
+
+@pytest.mark.parametrize("source", ["ef", "mc"])
+def test_a_model_that_is_a_single_layer(source: str):
+    case = Case("layer", lambda: nn.Linear(4, 3), normal(4))
+    model, batches = case.model(), case.batches((5, 3))
+    for batch in batches:
+        online = watch(model, source=source, seed=3)
+        with online.watch():
+            nlls(case, model, batch).mean().backward()
+        if source == "ef":
+            assert_step(online, case, [batch])
+        else:
+            drawn = Classification().mc_gradient(model(batch[0]).detach(), torch.Generator().manual_seed(3))
+            by_sample = by_hand(case, model, batch, drawn)
+            assert_all_same(online.curvature().diagonal(), {n: N / len(drawn) * h for n, h in by_sample.items()})
+        online.close()
 
 
 # Which passes and steps ------------------------------------------------------------------------------------------
@@ -515,6 +532,24 @@ def test_a_failing_forward_pass_leaves_the_raw_parameters_in_place():
     assert_step(online, case, [batch])
 
 
+def test_torch_s_own_functions_are_in_place_whenever_the_model_is_not_running():
+    """Packed attention is seen through ``F.linear``, which is torch's again after the pass, also after a failed one."""
+    case, model, (batch,) = prepare("attention-batch-first")
+    plain = F.linear
+    online = watch(model)
+    seen = []
+    model.head.register_forward_pre_hook(lambda module, args: seen.append(F.linear is not plain))
+    forward(case, model, batch)
+    assert F.linear is plain
+    assert seen[-1], "this case is about something"
+    with pytest.raises(AssertionError, match="embedding dimension"):
+        model(torch.zeros(2, 3, 7).double())
+    assert F.linear is plain
+    online.close()
+    forward(case, model, batch)
+    assert not seen[-1]
+
+
 def test_a_copy_of_a_watched_model_is_not_watched():
     case, model, (batch, other) = prepare("vision-transformer", (4, 3))
     online = watch(model)
@@ -629,7 +664,7 @@ def test_a_told_reduction_is_over_the_samples_of_a_step(loss: str, weight: float
     online = watch(model, likelihood=case.likelihood, loss=loss)
     for batch in batches:
         nll = nlls(case, model, batch)
-        online.note(float(nll.sum()))
+        online.note(float(nll.detach().sum()))
         (scale * nll.sum() / (7 if loss == "mean" else 1)).backward()
     online.step(scale=scale)
     assert_step(online, case, batches)

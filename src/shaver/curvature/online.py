@@ -6,7 +6,7 @@ Monte-Carlo Fisher (MC) adds one backward pass, without weight gradients, on tho
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import outputs_in
 from shaver.curvature.blocks import Curvature, DiagonalBlock
-from shaver.curvature.capture import Call, Functional, copier, undisturbed, watch
+from shaver.curvature.capture import Call, Functional, copier, functional_linears, undisturbed, watch
 from shaver.curvature.engine import MEMORY_BUDGET
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.plan import Plan, make_plan
@@ -107,8 +107,14 @@ class OnlineCurvature:
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             self._after(result)
 
+        def always(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            self._during.close()
+
+        self._after_hook = after
+        self._during = ExitStack()  # what holds while the model runs
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(always, always_call=True),
             model.register_forward_hook(after, with_kwargs=True),
         ]
         self._layer_handles: list[RemovableHandle] = []
@@ -230,6 +236,8 @@ class OnlineCurvature:
             for raw in self.plan.copies.values():
                 if raw.module is model:  # its own hook came too late for the call that is just beginning
                     copier(raw, self._keep, self._samples)(model, args)
+        if self.plan is not None:
+            self._during.enter_context(functional_linears(self.plan.linears, self._keep))
 
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._busy = True
@@ -242,6 +250,8 @@ class OnlineCurvature:
         for handle in self._layer_handles:
             handle.remove()
         self._layer_handles = watch(self.plan.modules, list(self.plan.copies.values()), self._keep, self._samples)
+        self._handles.pop().remove()  # the model may be a layer itself: what ends its pass comes last
+        self._handles.append(self.model.register_forward_hook(self._after_hook, with_kwargs=True))
 
     def _samples(self) -> int:
         return self._running.count if self._running is not None else 0
