@@ -574,12 +574,12 @@ def test_a_step_keeps_nothing_of_its_passes(monkeypatch: pytest.MonkeyPatch):
 
     alive: list[weakref.ref[Any]] = []
 
-    class Pass(module._Pass):
+    class Counted(module.Pass):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             alive.append(weakref.ref(self))
 
-    monkeypatch.setattr(module, "_Pass", Pass)
+    monkeypatch.setattr(module, "Pass", Counted)
     case, model, (batch,) = prepare("called-twice")
     gc.disable()
     try:

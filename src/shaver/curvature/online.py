@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -20,8 +19,8 @@ from shaver.curvature.blocks import Curvature, DiagonalBlock
 from shaver.curvature.capture import Call, Functional, copier, functional_linears, undisturbed, watch
 from shaver.curvature.engine import MEMORY_BUDGET
 from shaver.curvature.generic import GenericRule
+from shaver.curvature.passes import Look, Pass
 from shaver.curvature.plan import Plan, make_plan
-from shaver.curvature.reading import read_loss
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_name
 
@@ -96,8 +95,9 @@ class OnlineCurvature:
         self._sums: dict[str, Tensor] = {}
         self._count = self._weighed = 0  # samples seen in this step, and those whose weight in the loss is known
         self._weight = self._nll = 0.0
-        self._passes: list[_Pass] = []
-        self._running: _Pass | None = None
+        self._look = Look(source, self.likelihood, self._reads, self.generator, self._add)
+        self._passes: list[Pass] = []
+        self._running: Pass | None = None
         self._busy = False
 
         # Plain functions, which copy.deepcopy(model) takes along as they are; a copy of the model is not watched.
@@ -156,7 +156,7 @@ class OnlineCurvature:
             self._forget()
 
     def _forget(self) -> None:
-        """Drop the step's passes. The autograd graph holds them by its hooks, so they must not hold the graph."""
+        """Drop the step's passes and sums."""
         for seen in self._passes:
             seen.clear()
         self._passes, self._sums = [], {}
@@ -231,7 +231,7 @@ class OnlineCurvature:
         if not planned:  # or planned with one sample, which cannot tell where samples stand
             self._make_plan(args, kwargs)
             self._planned_for = len(first)
-        self._running = _Pass(args, kwargs, len(first))
+        self._running = Pass(args, kwargs, len(first), self._look)
         if not planned and self.plan is not None:
             for raw in self.plan.copies.values():
                 if raw.module is model:  # its own hook came too late for the call that is just beginning
@@ -267,117 +267,42 @@ class OnlineCurvature:
         outputs = outputs_in(result)
         if not outputs.requires_grad:
             return
-        seen.outputs = outputs.detach()
+        assert self.plan is not None
+        seen.attend(outputs, self.plan)
         self._passes.append(seen)
-        seen.edge = get_gradient_edge(outputs)
-        # before the catchers: the last layer's needs what is read here
-        seen.edge.node.register_prehook(self._reader(seen, seen.edge.output_nr))
-        seen.grads = [None] * len(seen.calls)
-        if self.source == "ef":
-            alone = self.plan.single_uses(seen.calls) if self.plan is not None else set()
-            for place, call in enumerate(seen.calls):
-                at_once = (call.name, call.parameter) in alone
-                call.edge.node.register_prehook(self._catcher(seen, place, call.edge.output_nr, at_once))
-
-    def _reader(self, seen: "_Pass", number: int) -> Any:
-        """A hook for the gradient that the user's loss sends to the outputs."""
-
-        def hook(grads: tuple[Tensor, ...]) -> None:
-            if grads[number] is None or seen.backward or seen.outputs is None:
-                return
-            seen.backward = True
-            self._read(seen, grads[number].detach())
-            if self.source == "mc":
-                self._sample(seen, grads[number].detach())
-
-        return hook
-
-    def _read(self, seen: "_Pass", gradient: Tensor) -> None:
-        """The loss's scale. A reduction that the user told is taken out at the end of the step."""
-        seen.factor = 1.0
-        if self.source == "ef":
-            seen.cotangent = gradient
-        if self._reads:
-            assert isinstance(self.likelihood, Classification)
-            assert seen.outputs is not None
-            try:
-                reading = read_loss(self.likelihood, seen.outputs, gradient)
-            except FloatingPointError:  # judged at the end of the step: a loss scaler expects it now and then
-                seen.factor = seen.nll = math.nan
-                return
-            # None: every label is predicted with certainty or ignored, there is nothing to read or to add
-            seen.factor, seen.nll = (0.0, 0.0) if reading is None else (reading.factor, reading.nll)
-
-    def _sample(self, seen: "_Pass", gradient: Tensor) -> None:
-        """MC's own backward pass, from inside the user's: only now is it known which labels are ignored."""
-        assert seen.outputs is not None
-        assert seen.edge is not None
-        drawn = self.likelihood.mc_gradient(seen.outputs, self.generator).to(gradient.dtype)
-        if isinstance(self.likelihood, Classification):
-            drawn = drawn * (gradient != 0).any(self.likelihood.class_dim, keepdim=True)
-        seen.cotangent = drawn
-        edges = [call.edge for call in seen.calls]
-        if edges:
-            grads = torch.autograd.grad([seen.edge], edges, [drawn], retain_graph=True, allow_unused=True)
-            seen.grads = [None if g is None else g.unsqueeze(0) for g in grads]
-
-    def _catcher(self, seen: "_Pass", place: int, number: int, at_once: bool) -> Any:
-        """A hook for the gradient at a layer's output. A layer used once is squared and forgotten on the spot."""
-
-        def hook(grads: tuple[Tensor, ...]) -> None:
-            if grads[number] is None or place in seen.caught or not seen.backward:
-                return  # the first backward pass counts, if it is one through the outputs
-            seen.caught.add(place)
-            gradient = grads[number].detach().unsqueeze(0)
-            if not at_once:
-                seen.grads[place] = gradient
-            elif seen.factor:
-                self._square([seen.calls[place]], [gradient], seen)
-                seen.done.add(place)
-
-        return hook
 
     # The sums --------------------------------------------------------------------------------------------------
 
-    def _square(self, calls: list[Call], grads: list[Tensor | None], seen: "_Pass") -> None:
-        """Add the squares of per-sample gradients, in units of the negative log likelihood."""
-        assert self.plan is not None
-        with torch.no_grad():
-            for name, use in self.plan.uses(calls, grads, seen.count):
-                self._add(name, use.square_sum(), seen.factor if self.source == "ef" else 1.0)
-
-    def _finish(self, seen: "_Pass") -> None:
+    def _finish(self, seen: Pass) -> None:
         """What one pass still has to give: layers used several times, and the generic rule."""
         self._count += seen.count
         if not seen.factor:
             return
         assert self.plan is not None
-        assert seen.cotangent is not None
-        kept = [place for place in range(len(seen.calls)) if place not in seen.done]
-        self._square([seen.calls[place] for place in kept], [seen.grads[place] for place in kept], seen)
+        seen.finish()
         rest = [*self.plan.generic, *(name for name in self.plan.idle if self.wanted[name].grad is not None)]
         rest += self.plan.doubted(seen.calls, seen.count)
         if rest:
-            self._generic(rest, seen, seen.cotangent.unsqueeze(0), seen.factor if self.source == "ef" else 1.0)
+            self._generic(rest, seen)
         self._weight += seen.factor * seen.count
         self._weighed += seen.count
         self._nll += seen.nll
 
-    def _generic(self, names: list[str], seen: "_Pass", cotangents: Tensor, divisor: float) -> None:
+    def _generic(self, names: list[str], seen: Pass) -> None:
         assert self.plan is not None
+        assert seen.cotangent is not None
         rule = GenericRule(Functional(self.model, _call), MEMORY_BUDGET, self.plan.vectorised)
         self._busy = True
         try:
             with undisturbed(self.model):
                 weights = {name: self.wanted[name] for name in names}
-                squares = rule.square_sum(weights, (seen.args, seen.kwargs), cotangents)
+                squares = rule.square_sum(weights, (seen.args, seen.kwargs), seen.cotangent.unsqueeze(0))
         finally:
             self._busy = False
         for name, value in squares.items():
-            self._add(name, value, divisor)
+            self._add(name, seen.scaled(value))
 
-    def _add(self, name: str, squares: Tensor, divisor: float) -> None:
-        squares /= divisor**2
+    def _add(self, name: str, squares: Tensor) -> None:
         if name in self._sums:
             self._sums[name] += squares
         else:
@@ -410,28 +335,6 @@ class OnlineCurvature:
             self.weight = self._weight * self._count / self._weighed / (scale or 1.0)
         self.looks += 1
         return True
-
-
-class _Pass:
-    """One forward pass and, once it happened, its backward pass."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
-        self.args, self.kwargs, self.count = args, kwargs, count
-        self.calls: list[Call] = []
-        self.grads: list[Tensor | None] = []
-        self.outputs: Tensor | None = None
-        self.edge: GradientEdge | None = None
-        self.caught: set[int] = set()
-        self.done: set[int] = set()
-        self.cotangent: Tensor | None = None
-        self.backward = False
-        self.factor, self.nll = 0.0, math.nan  # unknown unless read or told
-
-    def clear(self) -> None:
-        """Let go of the graph and of everything large; a backward pass that comes later finds nothing to do."""
-        self.args, self.kwargs, self.calls, self.grads = (), {}, [], []
-        self.outputs = self.cotangent = self.edge = None
-        self.backward = False
 
 
 def _call(model: nn.Module, batch: Any) -> Tensor:

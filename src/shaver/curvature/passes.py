@@ -1,0 +1,159 @@
+"""One pass of training that is watched: what its layers saw, and the hooks that catch its gradients on their way."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shaver.curvature.capture import Call
+from shaver.curvature.plan import Plan
+from shaver.curvature.reading import read_loss
+from shaver.likelihoods import Classification, Likelihood
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is wanted of a pass.
+
+    Attributes:
+        source: ``"ef"`` or ``"mc"``.
+        likelihood: What the outputs mean.
+        reads: Whether the loss's scale is read off its gradient at the outputs.
+        generator: For the labels that MC draws.
+        add: ``add(parameter name, sum of squares)``, in units of the negative log likelihood.
+    """
+
+    source: str
+    likelihood: Likelihood
+    reads: bool
+    generator: torch.Generator
+    add: Callable[[str, Tensor], None]
+
+
+class Pass:
+    """One forward pass and, once it happened, its backward pass.
+
+    Args:
+        args: The model's arguments.
+        kwargs: Its keyword arguments.
+        count: The number of samples.
+        look: What is wanted.
+
+    Attributes:
+        calls: The calls of layers that have a rule.
+        cotangent: The gradient at the outputs whose square counts: the loss's own for EF, the drawn one for MC.
+        backward: Whether the backward pass has reached the outputs.
+        factor: c in loss = c · Σ −log p; 1 where it is not read off, 0 where no sample has a loss.
+        nll: Σ −log p, NaN unless read or told.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, look: Look) -> None:
+        self.args, self.kwargs, self.count, self.look = args, kwargs, count, look
+        self.calls: list[Call] = []
+        self.cotangent: Tensor | None = None
+        self.backward = False
+        self.factor, self.nll = 0.0, math.nan
+        self._plan: Plan | None = None
+        self._outputs: Tensor | None = None
+        self._edge: GradientEdge | None = None
+        self._caught: dict[int, Tensor | None] = {}  # place of the call → gradient, None once it is squared
+
+    def attend(self, outputs: Tensor, plan: Plan) -> None:
+        """The forward pass is over: hook into the graph, to be there when the backward pass comes by."""
+        self._plan, self._outputs, self._edge = plan, outputs.detach(), get_gradient_edge(outputs)
+        # before the layers' hooks: the last layer's needs what is read at the outputs
+        self._edge.node.register_prehook(self._at_outputs(self._edge.output_nr))
+        if self.look.source == "ef":
+            alone = plan.single_uses(self.calls)
+            for place, call in enumerate(self.calls):
+                at_once = (call.name, call.parameter) in alone
+                call.edge.node.register_prehook(self._at_layer(place, call.edge.output_nr, at_once))
+
+    def finish(self) -> None:
+        """Add what could not be squared on the way: layers used several times."""
+        waiting = {place: gradient for place, gradient in self._caught.items() if gradient is not None}
+        self._square(waiting)
+
+    def scaled(self, squares: Tensor) -> Tensor:
+        """Squares of gradients of the loss as squares of gradients of the negative log likelihood, in place."""
+        return squares.div_(self.factor**2) if self.look.source == "ef" else squares
+
+    def clear(self) -> None:
+        """Let go of the graph, which holds this pass by its hooks, and of everything large.
+
+        A backward pass that comes later finds nothing to do.
+        """
+        self.args, self.kwargs, self.calls, self._caught = (), {}, [], {}
+        self._plan = self._outputs = self._edge = self.cotangent = None
+        self.backward = False
+
+    def _at_outputs(self, number: int) -> Callable[..., None]:
+        """A hook for the gradient that the loss sends to the outputs; the first one counts."""
+
+        def hook(grads: tuple[Tensor, ...]) -> None:
+            if grads[number] is None or self.backward or self._outputs is None:
+                return
+            self.backward = True
+            gradient = grads[number].detach()
+            self._read(self._outputs, gradient)
+            if self.look.source == "mc":
+                self._sample(self._outputs, gradient)
+            else:
+                self.cotangent = gradient
+
+        return hook
+
+    def _at_layer(self, place: int, number: int, at_once: bool) -> Callable[..., None]:
+        """A hook for the gradient at a layer's output. A layer used once is squared and forgotten on the spot."""
+
+        def hook(grads: tuple[Tensor, ...]) -> None:
+            if grads[number] is None or place in self._caught or not self.backward:
+                return
+            self._caught[place] = grads[number].detach()
+            if at_once:
+                self._square({place: grads[number].detach()})
+
+        return hook
+
+    def _read(self, outputs: Tensor, gradient: Tensor) -> None:
+        self.factor = 1.0  # a reduction that the user told is taken out at the end of the step
+        if not self.look.reads:
+            return
+        assert isinstance(self.look.likelihood, Classification)
+        try:
+            reading = read_loss(self.look.likelihood, outputs, gradient)
+        except FloatingPointError:  # judged at the end of the step: a loss scaler expects it now and then
+            self.factor = self.nll = math.nan
+            return
+        # None: every label is predicted with certainty or ignored, there is nothing to read or to add
+        self.factor, self.nll = (0.0, 0.0) if reading is None else (reading.factor, reading.nll)
+
+    def _sample(self, outputs: Tensor, gradient: Tensor) -> None:
+        """MC's own backward pass, from inside the loss's: only now is it known which labels are ignored."""
+        assert self._edge is not None
+        likelihood = self.look.likelihood
+        drawn = likelihood.mc_gradient(outputs, self.look.generator).to(gradient.dtype)
+        if isinstance(likelihood, Classification):
+            drawn = drawn * (gradient != 0).any(likelihood.class_dim, keepdim=True)
+        self.cotangent = drawn
+        edges = [call.edge for call in self.calls]
+        if edges:
+            grads = torch.autograd.grad([self._edge], edges, [drawn], retain_graph=True, allow_unused=True)
+            self._square({place: g for place, g in enumerate(grads) if g is not None})
+
+    def _square(self, gradients: dict[int, Tensor]) -> None:
+        """Add the squares of per-sample gradients, given the gradients at the outputs of some calls."""
+        if not (self.factor and gradients):
+            return
+        assert self._plan is not None
+        calls = [self.calls[place] for place in gradients]
+        with torch.no_grad():
+            for name, use in self._plan.uses(calls, [g.unsqueeze(0) for g in gradients.values()], self.count):
+                self.look.add(name, self.scaled(use.square_sum()))
+        for place, call in zip(gradients, calls, strict=True):
+            self._caught[place] = None
+            call.inputs = torch.empty_like(call.inputs, device="meta")  # the shape alone is asked for from now on
