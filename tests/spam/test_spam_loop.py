@@ -6,17 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from toys import N, assert_close, blobs, conv, images, mlp, sgd, split, train, weights
+from toys import QUICK, N, assert_close, blobs, conv, images, mlp, sgd, split, train, weights
 
 from shaver.curvature import estimate
 from shaver.evidence import log_evidence, optimal_precision, shrink_factor
-from shaver.io import load_state, save_state
 from shaver.priors import LOG_BOUNDS
 from shaver.spam import PAPER, Settings, SpaM
 
 PRIORS = ["scalar", "layer", "unit", "parameter"]
-QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3}
 
 
 def never(**options: Any) -> dict[str, Any]:
@@ -308,122 +305,6 @@ def test_close_takes_the_hooks_off_and_keeps_the_posterior():
     spam.close()
     assert [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()] == before
     assert_close(spam.posterior.precision(), precision, 0.0)
-
-
-# Saving ----------------------------------------------------------------------------------------------------------
-
-KINDS: dict[str, dict[str, Any]] = {
-    "mc": QUICK,
-    "ef": QUICK | {"source": "ef", "prior": "unit"},
-    "gradient": QUICK | {"proximal": False, "method": "gradient", "prior": "layer"},
-    "kron": {"structure": "kron", "prior": "unit", "source": "mc"},
-    "regression": QUICK | {"likelihood": "regression"},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_saved_midway_goes_on_bit_by_bit(kind: str, tmp_path: Any):
-    (x, y), options = blobs(), KINDS[kind]
-    batches = split((x, y))
-
-    def start() -> tuple[nn.Module, SpaM, torch.optim.Optimizer]:
-        model = mlp()
-        return model, SpaM(model, N, total_steps=40, **options), torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def go(model: nn.Module, spam: SpaM, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-        for step in range(first, last):
-            a, b = batches[step % len(batches)]
-            optimizer.zero_grad()
-            spam.loss(model(a), a[:, :3] if kind == "regression" else b).backward()
-            spam.step(optimizer)
-            if step % 6 == 5:
-                spam.end_epoch(batches)
-
-    whole = start()
-    go(*whole, 0, 24)
-    part = start()
-    go(*part, 0, 13)
-    save_state(tmp_path / "state", [x.state_dict() for x in part])
-    resumed = start()
-    for piece, state in zip(resumed, load_state(tmp_path / "state"), strict=True):
-        piece.load_state_dict(state)
-    assert resumed[1].statistics() == part[1].statistics()
-    go(*resumed, 13, 24)
-    assert resumed[1].updates == whole[1].updates > 2
-    assert resumed[1].statistics() == whole[1].statistics()
-    for kept, new in (
-        (whole[0].state_dict(), resumed[0].state_dict()),
-        (whole[1].prior.delta(), resumed[1].prior.delta()),
-    ):
-        assert all(torch.equal(kept[name], new[name]) for name in kept)
-
-
-def test_a_state_of_the_other_way_of_learning_is_refused():
-    online, epochs = SpaM(mlp(), N), SpaM(mlp(), N, online=False)
-    with pytest.raises(ValueError, match="learned online and this one by epochs"):
-        epochs.load_state_dict(online.state_dict())
-    with pytest.raises(ValueError, match="learned online and this one by epochs"):
-        online.load_state_dict(epochs.state_dict())
-
-
-# Mixed precision -------------------------------------------------------------------------------------------------
-
-
-class Problem:
-    """Steps in float32, with or without a loss scale that grows on the way."""
-
-    def __init__(self, scaled: bool, **options: Any) -> None:
-        self.model = mlp().float()
-        self.optimizer = sgd(self.model)
-        self.spam = SpaM(self.model, N, **QUICK, **options)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=scaled)
-
-    def step(self, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
-        self.optimizer.zero_grad()
-        loss = self.spam.loss(self.model(x.float()), y)
-        self.scaler.scale(loss * factor).backward()
-        self.spam.step(self.optimizer, scaler=self.scaler)
-        self.scaler.update()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"source": "ef"}, {"source": "mc"}, {"source": "ef", "proximal": False}, {"source": "ef", "loss": "mean"}],
-    ids=str,
-)
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_a_loss_scale_changes_nothing(options: dict[str, Any], likelihood: str):
-    plain, scaled = (Problem(on, likelihood=likelihood, **options) for on in (False, True))
-    for x, y in split(blobs()) * 2:
-        for problem in (plain, scaled):
-            problem.step(x, x[:, :3].float() if likelihood == "regression" else y)
-    assert scaled.scaler.get_scale() == 64 * 2**6
-    assert scaled.spam.updates == plain.spam.updates == 4
-    assert_close(weights(scaled.model), weights(plain.model), 1e-3)
-    if likelihood == "regression":
-        assert scaled.spam.statistics()["noise"] == pytest.approx(plain.spam.statistics()["noise"], rel=1e-3)
-
-
-@pytest.mark.parametrize("source", ["ef", "mc"])
-@pytest.mark.parametrize("proximal", [True, False])
-def test_a_skipped_step_is_neither_a_step_nor_a_shrink_nor_a_look(source: str, proximal: bool):
-    problem = Problem(True, source=source, proximal=proximal)
-    batches = split(blobs())
-    problem.step(*batches[0])
-    problem.step(*batches[1])
-    before, h = weights(problem.model), problem.spam.curvature.diagonal()
-    problem.spam.settings = Settings(**(vars(problem.spam.settings) | {"update": 100}))  # no update of δ just now
-    problem.step(*batches[2], factor=math.inf)  # the third step is one that is looked at
-    assert_close(weights(problem.model), before, 0.0)
-    assert_close(problem.spam.curvature.diagonal(), h, 0.0)
-    problem.step(*batches[3])
-    assert any(not torch.equal(w, before[name]) for name, w in weights(problem.model).items())
-
-
-def test_without_a_scaler_an_infinite_loss_is_an_error():
-    problem = Problem(False)
-    with pytest.raises(FloatingPointError, match="not finite at step 1"):
-        problem.step(*blobs(), factor=math.inf)
 
 
 # Bad input -------------------------------------------------------------------------------------------------------

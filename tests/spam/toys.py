@@ -10,6 +10,9 @@ from shaver.spam import SpaM
 
 N = 96
 
+#: Options under which δ is learned within a few steps.
+QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3}
+
 
 def blobs(samples: int = N, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Three classes in six dimensions, of which the first two matter."""

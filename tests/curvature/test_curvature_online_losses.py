@@ -1,0 +1,139 @@
+"""Losses that are no plain cross entropy, certain predictions, mixed precision and overflow."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import assert_all_same
+from torch import Tensor, nn
+from watching import (
+    N,
+    assert_step,
+    nlls,
+    prepare,
+    watch,
+)
+
+UNREADABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "label smoothing": lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1),
+    "class weights": lambda f, y: F.cross_entropy(f, y, weight=torch.tensor([1.0, 2.0, 4.0]).to(f)),
+    "a further term": lambda f, y: F.cross_entropy(f, y) + 0.1 * f.square().mean(),
+    "probabilities": lambda f, y: F.nll_loss(f.softmax(1).log().softmax(1), y),
+    "the wrong sign": lambda f, y: -F.cross_entropy(f, y),
+}
+
+
+@pytest.mark.parametrize("source", ["ef", "mc"])
+@pytest.mark.parametrize("loss", UNREADABLE)
+def test_a_loss_that_cannot_be_read_says_what_to_do(loss: str, source: str):
+    _, model, ((x, y),) = prepare("lenet", (9,))
+    watch(model, source=source)
+    with pytest.raises(ValueError, match=r'(?s)not a multiple of the cross entropy.*loss="mean".*source="mc"'):
+        UNREADABLE[loss](model(x), y).backward()
+
+
+@pytest.mark.parametrize("loss", UNREADABLE)
+def test_mc_with_the_reduction_told_needs_no_reading(loss: str):
+    case, model, ((x, y),) = prepare("lenet", (9,))
+    plain = watch(model, source="mc")
+    with plain.watch():
+        nlls(case, model, (x, y)).mean().backward()
+    plain.close()
+    online = watch(model, source="mc", loss="mean")
+    with online.watch():
+        UNREADABLE[loss](model(x), y).backward()
+    assert_all_same(online.curvature().diagonal(), plain.curvature().diagonal(), 0.0)
+    assert online.weight == 1
+    assert online.curvature().log_likelihood != online.curvature().log_likelihood, "nobody has told it: NaN"
+
+
+@pytest.mark.parametrize(("loss", "weight"), [("mean", 1.0), ("sum", 7.0)])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_told_reduction_is_over_the_samples_of_a_step(loss: str, weight: float, scale: float):
+    case, model, batches = prepare("regression", (4, 3))
+    online = watch(model, likelihood=case.likelihood, loss=loss)
+    for batch in batches:
+        nll = nlls(case, model, batch)
+        online.note(float(nll.detach().sum()))
+        (scale * nll.sum() / (7 if loss == "mean" else 1)).backward()
+    online.step(scale=scale)
+    assert_step(online, case, batches)
+    assert online.weight == pytest.approx(weight)
+
+
+def test_confident_predictions_are_still_a_cross_entropy():
+    """In float32, 1 − p of the label is rounded to a few digits or to nothing; the other classes keep theirs."""
+    generator = torch.Generator().manual_seed(0)
+    for gap in (5.0, 12.0, 16.0, 18.0, 40.0, 120.0):
+        y = torch.randint(10, (64,), generator=generator)
+        logits = torch.randn(64, 10, generator=generator) + gap * F.one_hot(y, 10)
+        model = nn.Identity()
+        model.shift = nn.Parameter(torch.zeros(10))
+        model.forward = lambda x, m=model: x + m.shift  # type: ignore[method-assign, misc]
+        online = watch(model)
+        with online.watch():
+            F.cross_entropy(model(logits), y).backward()
+        if gap < 100:
+            assert online.weight == pytest.approx(1, rel=1e-3), gap
+        wanted = -float(F.cross_entropy(logits.double(), y)) * N
+        assert online.curvature().log_likelihood == pytest.approx(wanted, rel=1e-2, abs=1e-4), gap
+
+
+def test_one_output_is_no_classification():
+    model = nn.Linear(3, 1)
+    watch(model)
+    with pytest.raises(ValueError, match="not a multiple of the cross entropy"):
+        F.binary_cross_entropy_with_logits(model(torch.randn(6, 3)), torch.ones(6, 1)).backward()
+
+
+# Mixed precision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lenet", "transformer-block", "vision-transformer", "attention-batch-first"])
+@pytest.mark.parametrize("source", ["ef", "mc"])
+def test_autocast_gives_nearly_the_same_numbers_by_the_same_rules(name: str, source: str):
+    _case, model, (batch,) = prepare(name, (8,))
+    model.float()
+    x, y = batch[0].float(), batch[1]
+    found = []
+    for enabled in (False, True):
+        online = watch(model, source=source, seed=2)
+        model.zero_grad()
+        # without oneDNN: its bfloat16 kernels do not run on every CPU that claims them
+        with torch.backends.mkldnn.flags(enabled=False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                loss = F.cross_entropy(model(x), y)
+            with online.watch():
+                (1024 * loss).backward()
+        found.append(online.curvature())
+        online.close()
+    exact, mixed = found
+    assert exact.rules == mixed.rules
+    for parameter, h in exact.diagonal().items():
+        other = mixed.diagonal()[parameter]
+        assert other.dtype == torch.float32
+        assert float((other - h).norm() / h.norm()) < 0.15, parameter
+    assert mixed.log_likelihood == pytest.approx(exact.log_likelihood, rel=0.05)
+
+
+def test_infinite_gradients_are_an_error_that_names_the_parameter():
+    case, model, (batch,) = prepare("mlp")
+    online = watch(model, loss="mean")
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"'0.weight'.*not finite at step 1"), online.watch():
+        nlls(case, model, batch).mean().backward()
+
+
+def test_a_step_that_the_scaler_will_skip_is_not_looked_at():
+    case, model, batches = prepare("mlp", (4, 4))
+    online = watch(model, decay=0.5)
+    with online.watch():
+        nlls(case, model, batches[0]).mean().backward()
+    before = {"average": {n: h.clone() for n, h in online.average.items()}, "weight": online.weight}
+    (nlls(case, model, batches[1]).mean() * float("inf")).backward()
+    assert not online.step(scale=1024.0)
+    assert online.looks == 1
+    assert online.weight == before["weight"]
+    assert_all_same(online.average, before["average"], 0.0)
