@@ -175,7 +175,6 @@ def test_nothing_in_a_state_file_is_executed(tmp_path):
     assert "torch.load" not in source
 
 
-@pytest.mark.xfail(strict=True, reason="pack() names a tensor by its joined path, and two paths can be the same text")
 def test_names_that_meet_in_one_path_do_not_overwrite_each_other(tmp_path):
     state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 0: torch.full((1,), 2.0), "0": torch.full((1,), 3.0)}
     io.save_state(tmp_path / "s.safetensors", state)

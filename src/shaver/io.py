@@ -92,8 +92,9 @@ def pack(state: object) -> tuple[dict[str, Tensor], object]:
 
     def walk(value: object, path: str) -> object:
         if isinstance(value, Tensor):
-            tensors[path] = value
-            return {"$tensor": path}
+            key = f"{len(tensors)}:{path}"  # the number keeps {"a.b": …} and {"a": {"b": …}} apart
+            tensors[key] = value
+            return {"$tensor": key}
         if isinstance(value, Mapping):
             return {"$dict": [[k, walk(v, f"{path}.{k}" if path else str(k))] for k, v in value.items()]}
         if isinstance(value, tuple):

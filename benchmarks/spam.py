@@ -1,0 +1,265 @@
+r"""SpaM beside MAP on the four small experiments: accuracy over sparsity without fine-tuning, and wall time.
+
+    python benchmarks/spam.py                               # test split, three seeds (cancer five): docs/results/spam.*
+    python benchmarks/spam.py --split valid --name defaults \
+        --set shrink=0.5 --set freeze=0.5,shrink=0.5        # what the defaults were chosen by: never the test split
+    python benchmarks/spam.py --timing                      # wall time over MAP, epochs interleaved in one process
+
+Every cell (experiment × method × seed) is a process with one torch thread, as many side by side as there are cores.
+The data come from the folder in SHAVER_DATA, or are downloaded.
+"""
+
+import argparse
+import ast
+import csv
+import os
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+SPARSITIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
+CRITERIA = ("opd", "magnitude")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A network, its data, and how long it is trained; the same for every method."""
+
+    network: str
+    data: str
+    epochs: int
+    batch_size: int = 128
+    arguments: tuple[tuple[str, Any], ...] = ()
+    seeds: int = 3
+
+
+EXPERIMENTS = {
+    "LeNet/MNIST": Experiment("lenet", "mnist", 30),
+    "FCN/MNIST": Experiment("fcn", "mnist", 30),
+    "LeNet/Fashion": Experiment("lenet", "fashion", 30),
+    "FCN/cancer": Experiment(
+        "fcn", "cancer", 100, 64, (("inputs", 30), ("hidden", (100, 100)), ("classes", 2)), seeds=5
+    ),
+}
+
+
+def run_cell(
+    name: str, method: str, label: str, spam: dict[str, Any], seed: int, split: str, epochs: int | None
+) -> list:
+    import torch
+
+    import shaver
+
+    torch.set_num_threads(1)
+    experiment = EXPERIMENTS[name]
+    splits = shaver.data.load(
+        experiment.data,
+        seed=seed if experiment.data == "cancer" else 0,
+        valid_fraction=0.1 if split == "valid" else 0.0,
+    )
+    judged = (splits.valid if split == "valid" else splits.test).batches(1000)
+    model = shaver.zoo.build(experiment.network, seed=seed, **dict(experiment.arguments))
+    began = time.perf_counter()
+    history = shaver.fit(
+        model,
+        splits.train,
+        method=method,
+        epochs=epochs or experiment.epochs,
+        batch_size=experiment.batch_size,
+        seed=seed,
+        spam=spam if method == "spam" else None,
+    )
+    seconds = time.perf_counter() - began
+    posterior = history.posterior
+    if posterior is None:  # MAP gets OPD from a curvature estimate afterwards, under its own prior
+        curvature = shaver.curvature.estimate(model, splits.train.batches(256), source="ggn")
+        posterior = shaver.Posterior(curvature, 1.0, dict(model.named_parameters()))
+    rows = []
+    dense = {key: value.clone() for key, value in model.state_dict().items()}
+    for criterion in CRITERIA:
+        scores = shaver.score(model, criterion, posterior=posterior)
+        for sparsity in SPARSITIES:
+            shaver.prune(model, scores, sparsity)
+            found = shaver.measure.quality(model, judged)
+            model.load_state_dict(dense)
+            rows.append(
+                {
+                    "experiment": name,
+                    "method": method,
+                    "settings": label,
+                    "seed": seed,
+                    "split": split,
+                    "criterion": criterion,
+                    "sparsity": sparsity,
+                    **{k: v for k, v in found.as_dict().items() if k != "count"},
+                    "relevant": history[-1].get("relevant", ""),
+                    "seconds": round(seconds, 1),
+                }
+            )
+    return rows
+
+
+def timing(name: str, epochs: int) -> dict[str, float]:
+    """Seconds an epoch, MAP and SpaM taking turns in one process; the ratio of medians."""
+    import torch
+    import torch.nn.functional as F
+
+    import shaver
+
+    torch.set_num_threads(1)
+    experiment = EXPERIMENTS[name]
+    data = shaver.data.load(experiment.data).train.batches(experiment.batch_size, shuffle=True)
+    runs = {}
+    for method in ("map", "spam"):
+        model = shaver.zoo.build(experiment.network, seed=0, **dict(experiment.arguments))
+        optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9)
+        spam = None
+        if method == "spam":
+            spam = shaver.SpaM(model, data.data_size, total_steps=epochs * len(data))
+        runs[method] = (model, optimizer, spam)
+    seconds: dict[str, list[float]] = {"map": [], "spam": []}
+    for _ in range(epochs):
+        for method, (model, optimizer, spam) in runs.items():
+            began = time.perf_counter()
+            for x, y in data:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                spam.step(optimizer) if spam is not None else optimizer.step()
+            seconds[method].append(time.perf_counter() - began)
+    found = {method: statistics.median(times) for method, times in seconds.items()}
+    ratios = [s / m for m, s in zip(seconds["map"], seconds["spam"], strict=True)]
+    return {**found, "ratio": statistics.median(ratios)}
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """``a=1,b=x`` → dict; values are Python literals where they can be."""
+    settings: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, value = item.split("=")
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    return settings
+
+
+def summarise(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table for each experiment: mean ± standard error over seeds of the accuracy in %."""
+    lines = []
+    for name in dict.fromkeys(row["experiment"] for row in rows):
+        mine = [row for row in rows if row["experiment"] == name]
+        seeds = len({row["seed"] for row in mine})
+        lines += [
+            f"\n**{name}**, {seeds} seeds\n",
+            "| training | criterion | " + " | ".join(map(_percent, SPARSITIES)) + " |",
+        ]
+        lines.append("|---|---|" + "---|" * len(SPARSITIES))
+        for settings, criterion in product(dict.fromkeys(row["settings"] for row in mine), CRITERIA):
+            cells = []
+            for sparsity in SPARSITIES:
+                values = [
+                    100 * row["accuracy"]
+                    for row in mine
+                    if (row["settings"], row["criterion"], row["sparsity"]) == (settings, criterion, sparsity)
+                ]
+                error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+                cells.append(f"{statistics.mean(values):.2f} ± {error:.2f}" if values else "–")
+            lines.append(f"| {settings} | {criterion} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _percent(sparsity: float) -> str:
+    return "dense" if sparsity == 0 else f"{100 * sparsity:g} %"
+
+
+def figure(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy over the share of weights kept, one panel an experiment, OPD, a line for each training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(row["experiment"] for row in rows))
+    trainings = list(dict.fromkeys(row["settings"] for row in rows))
+    plt.rcParams.update({"font.size": 9, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False})
+    plot, axes = plt.subplots(1, len(names), figsize=(3.1 * len(names), 3.0), squeeze=False, layout="constrained")
+    colours = ["#888888", *(plt.get_cmap("viridis")(i / max(1, len(trainings) - 1)) for i in range(len(trainings)))]
+    for axis, name in zip(axes[0], names, strict=True):
+        for colour, training in zip(colours, trainings, strict=False):
+            curve = []
+            for sparsity in SPARSITIES:
+                values = [
+                    100 * row["accuracy"]
+                    for row in rows
+                    if (row["experiment"], row["settings"], row["criterion"], row["sparsity"])
+                    == (name, training, "opd", sparsity)
+                ]
+                if values:
+                    curve.append((1 - sparsity, statistics.mean(values)))
+            axis.plot(*zip(*curve, strict=True), "o-", ms=3, lw=1.4, color=colour, label=training)
+        dense = max(100 * row["accuracy"] for row in rows if row["experiment"] == name)
+        axis.set(xscale="log", title=name, xlabel="share of weights kept", ylim=(dense - 12, dense + 1))
+        axis.set_xticks([1, 0.1, 0.05, 0.02, 0.01], ["1", "0.1", ".05", ".02", ".01"])
+        axis.minorticks_off()
+        axis.invert_xaxis()
+        axis.grid(alpha=0.25)
+    axes[0][0].set_ylabel("accuracy (%)")
+    axes[0][0].legend(frameon=False, fontsize=8, loc="lower left")
+    plot.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
+    parser.add_argument("--split", choices=("test", "valid"), default="test")
+    parser.add_argument("--set", action="append", default=[], help="SpaM settings a=1,b=2; repeat for several")
+    parser.add_argument("--paper", action="store_true", help="also the paper's own algorithm, with GGN and with EF")
+    parser.add_argument("--seeds", type=int, help="instead of three, and five for cancer")
+    parser.add_argument("--epochs", type=int, help="instead of 30, and 100 for cancer")
+    parser.add_argument("--timing", action="store_true", help="only the wall time, on LeNet/MNIST")
+    parser.add_argument("--name", default="spam")
+    parser.add_argument("--folder", type=Path, default=Path("docs/results"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    asked = parser.parse_args()
+    if asked.timing:
+        print(timing("LeNet/MNIST", asked.epochs or 5))
+        return
+    trainings: list[tuple[str, str, dict[str, Any]]] = [("map", "MAP", {})]
+    trainings += [("spam", text or "SpaM", parse_settings(text)) for text in asked.set or [""]]
+    if asked.paper:
+        from shaver.spam import PAPER
+
+        trainings.append(("spam", "paper, GGN", {"settings": PAPER}))
+        trainings.append(("spam", "paper, EF", {"settings": PAPER, "source": "ef"}))
+    cells = [
+        (name, method, label, spam, seed, asked.split, asked.epochs)
+        for seed in range(max(asked.seeds or EXPERIMENTS[name].seeds for name in asked.experiments))
+        for name in asked.experiments
+        for method, label, spam in trainings
+        if seed < (asked.seeds or EXPERIMENTS[name].seeds)
+    ]
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
+        jobs = {pool.submit(run_cell, *cell): cell for cell in cells}
+        for number, job in enumerate(as_completed(jobs), 1):
+            rows += job.result()
+            print(f"{number}/{len(cells)}", *jobs[job][:3], f"seed {jobs[job][4]}", flush=True)
+            rows.sort(key=lambda r: (list(EXPERIMENTS).index(r["experiment"]), r["method"], r["settings"], r["seed"]))
+            with open(asked.folder / f"{asked.name}.csv", "w", newline="") as file:
+                writer = csv.DictWriter(file, rows[0])
+                writer.writeheader()
+                writer.writerows(rows)
+    text = summarise(rows)
+    (asked.folder / f"{asked.name}.md").write_text(text)
+    figure(rows, asked.folder / f"{asked.name}.svg")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
