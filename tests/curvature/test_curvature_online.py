@@ -115,7 +115,7 @@ def test_a_smaller_last_batch_counts_for_as_much():
 
 @pytest.mark.parametrize("first", [1, 3])
 def test_a_first_batch_of_one_does_not_fix_where_samples_stand(first: int):
-    case, model, batches = prepare("sequence-first", (first, 4))
+    case, model, batches = prepare("linear-folded-positions-major", (first, 4))
     online = watch(model)
     for batch in batches:
         with online.watch():

@@ -62,22 +62,49 @@ def test_a_told_reduction_is_over_the_samples_of_a_step(loss: str, weight: float
     assert online.weight == pytest.approx(weight)
 
 
-def test_confident_predictions_are_still_a_cross_entropy():
+class Shift(nn.Module):
+    """Logits that are given, with a parameter to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def read_back(logits: Tensor, y: Tensor, precise: bool = False) -> tuple[float, float]:
+    """Weight and log likelihood of a mean cross entropy, computed in float32 or in float64."""
+    model = Shift()
+    online = watch(model)
+    with online.watch():
+        outputs = model(logits)
+        F.cross_entropy(outputs.double() if precise else outputs, y).backward()
+    return online.weight, online.curvature().log_likelihood
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("gap", [5.0, 12.0, 15.0, 16.0, 18.0, 40.0, 80.0, 99.0, 120.0])
+def test_confident_predictions_are_still_a_cross_entropy(gap: float, precise: bool):
     """In float32, 1 − p of the label is rounded to a few digits or to nothing; the other classes keep theirs."""
     generator = torch.Generator().manual_seed(0)
-    for gap in (5.0, 12.0, 16.0, 18.0, 40.0, 120.0):
-        y = torch.randint(10, (64,), generator=generator)
-        logits = torch.randn(64, 10, generator=generator) + gap * F.one_hot(y, 10)
-        model = nn.Identity()
-        model.shift = nn.Parameter(torch.zeros(10))
-        model.forward = lambda x, m=model: x + m.shift  # type: ignore[method-assign, misc]
-        online = watch(model)
-        with online.watch():
-            F.cross_entropy(model(logits), y).backward()
-        if gap < 100:
-            assert online.weight == pytest.approx(1, rel=1e-3), gap
-        wanted = -float(F.cross_entropy(logits.double(), y)) * N
-        assert online.curvature().log_likelihood == pytest.approx(wanted, rel=1e-2, abs=1e-4), gap
+    y = torch.randint(10, (64,), generator=generator)
+    logits = torch.randn(64, 10, generator=generator) + gap * F.one_hot(y, 10)
+    weight, log_likelihood = read_back(logits, y, precise)
+    assert weight == pytest.approx(1, rel=1e-3)
+    wanted = -float(F.cross_entropy(logits.double(), y)) * N
+    assert log_likelihood == pytest.approx(wanted, rel=1e-2, abs=1e-4)
+
+
+def test_a_class_that_is_ruled_out_is_not_taken_for_the_label():
+    """Gradient 0 at the label, because p = 1, and at a class whose p has underflown."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(1, 10, (64,), generator=generator)
+    logits = torch.full((64, 10), -40.0).scatter(1, y.unsqueeze(1), 0.0)
+    logits[:, 0] = -200.0
+    weight, log_likelihood = read_back(logits, y)
+    assert weight == pytest.approx(1, rel=1e-3)
+    assert log_likelihood == pytest.approx(0, abs=1e-6)
 
 
 def test_one_output_is_no_classification():

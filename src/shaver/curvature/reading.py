@@ -28,7 +28,7 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
     was reduced, accumulated or scaled.
 
     Returns:
-        The reading, or None where every row is zero.
+        The reading, or None where every row is zero, because its label is ignored or predicted with certainty.
 
     Raises:
         ValueError: The gradient is not of that form, so the loss is not the plain cross entropy of the outputs.
@@ -42,7 +42,7 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
     f = f.to(g.dtype)
     if not bool(torch.isfinite(g).all()):
         raise FloatingPointError("the loss's gradient at the outputs holds NaN or infinity.")
-    counted = g.abs().amax(1) > 0
+    counted = g.abs().amax(1) > 100 * torch.finfo(g.dtype).tiny  # below, a number has no digits left to read
     if not bool(counted.any()):
         return None
     if not bool(counted.all()):
