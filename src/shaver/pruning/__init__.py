@@ -3,6 +3,7 @@
 from shaver.pruning.automatic import DEFAULT_NATS, evidence_gain
 from shaver.pruning.files import load, load_masks, save
 from shaver.pruning.hold import Hold
+from shaver.pruning.in_training import Online
 from shaver.pruning.masks import Masks
 from shaver.pruning.online import OnlinePruner, cubic, linear
 from shaver.pruning.pruned import Pruned, PrunedLayer, prune
@@ -13,6 +14,7 @@ __all__ = [
     "DEFAULT_NATS",
     "Hold",
     "Masks",
+    "Online",
     "OnlinePruner",
     "Pruned",
     "PrunedLayer",

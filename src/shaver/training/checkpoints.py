@@ -17,6 +17,8 @@ from shaver.io import load_state, save_state
 
 _PATTERN = "checkpoint-*.safetensors"
 _KEEP = 2
+#: What a finished SpaM run leaves beside its checkpoints.
+POSTERIOR = "posterior.safetensors"
 
 
 def save_checkpoint(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
@@ -48,12 +50,14 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def clear(folder: Path, *, checkpoints: bool) -> None:
-    """Remove half-written files of a killed run and, if asked, its checkpoints."""
-    for leftover in folder.glob(".checkpoint-*.part"):
-        leftover.unlink(missing_ok=True)
+    """Remove half-written files of a killed run and, if asked, its checkpoints and posterior."""
+    for pattern in (".checkpoint-*.part", f".{POSTERIOR}.*.part"):
+        for leftover in folder.glob(pattern):
+            leftover.unlink(missing_ok=True)
     if checkpoints:
         for old in folder.glob(_PATTERN):
             old.unlink(missing_ok=True)
+        (folder / POSTERIOR).unlink(missing_ok=True)
 
 
 def check_same(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,11 +13,15 @@ from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_name
 from shaver.training import checkpoints
 from shaver.training.history import History, Logger
+from shaver.training.holding import check_masks, fingerprint
 from shaver.training.optimizers import OptimizerLike
 from shaver.training.options import Options
 from shaver.training.progress import Progress
 from shaver.training.run import Run
 from shaver.training.sources import open_source
+
+if TYPE_CHECKING:
+    from shaver.pruning import Masks, Online
 
 METHODS = ("spam", "map", "l1")
 
@@ -35,6 +39,8 @@ def fit(
     likelihood: str | Likelihood = "classification",
     l1: float = 1e-4,
     spam: Mapping[str, Any] | None = None,
+    masks: "Masks | None" = None,
+    online: "Online | None" = None,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = True,
@@ -66,8 +72,10 @@ def fit(
         likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
         l1: λ, for ``"l1"`` alone; :func:`shaver.training.search_l1` looks for it.
         spam: Further arguments of :class:`shaver.SpaM`, such as ``{"prior": "unit"}``.
+        masks: Hold these zeros, momentum and weight decay included: fine-tuning of what :func:`shaver.prune` left.
+        online: Prune while training, along a schedule: ``shaver.pruning.Online(0.99)``.
         seed: Of everything random in training. The user's own random numbers are not disturbed.
-        folder: Where checkpoints and ``history.csv`` go. ``None`` keeps nothing.
+        folder: Where checkpoints, ``history.csv`` and, at the end of SpaM, the posterior go. ``None`` keeps nothing.
         resume: Continue from the newest checkpoint in ``folder``; ``False`` removes what is there.
         progress: Show a bar.
         logger: Gets every row as ``log(row, epoch)``; ``"tensorboard"`` writes into ``folder/tensorboard``.
@@ -93,6 +101,7 @@ def fit(
             f"SpaM's prior takes the place of weight decay, so weight_decay={options.weight_decay!r} does not go with "
             'method="spam"; spam={"initial_precision": …} sets where the prior starts.'
         )
+    _check_pruning(model, masks, online, options)
     if not l1 >= 0:
         raise ValueError(f"l1 must be zero or positive, not {l1!r}.")
     if logger == "tensorboard" and folder is None:
@@ -110,13 +119,16 @@ def fit(
             "likelihood": likelihood if isinstance(likelihood, str) else type(likelihood),
             "l1": l1 if method == "l1" else None,
             "spam": dict(spam or {}),
+            "masks": None if masks is None else fingerprint(masks),
+            "online": None if online is None else vars(online),
             "seed": seed,
             **asdict(options),
             "data": f"{train_source.data_size} samples in {train_source.count} batches",
             "network": {name: "×".join(map(str, p.shape)) or "scalar" for name, p in model.named_parameters()},
         }
         run = Run(model, train_source, valid_source, get_likelihood(likelihood), forward, targets, config, options)
-        run.prepare(optimizer, lr, dict(spam or {}), None if folder is None else Path(folder), resume)
+        place = None if folder is None else Path(folder)
+        run.prepare(optimizer, lr, dict(spam or {}), masks if masks is not None else online, place, resume)
         try:
             with (
                 Progress(method, epochs, train_source.count, run.epoch, shown=progress) as bar,
@@ -130,6 +142,21 @@ def fit(
             for module, mode in modes.items():
                 module.training = mode
             run.release()
+    run.history.masks = None if run.pruning is None else run.pruning.masks
     if run.spam is not None:
         run.history.posterior = run.spam.posterior
+        if place is not None:
+            run.history.posterior.save(place / checkpoints.POSTERIOR)
     return run.history
+
+
+def _check_pruning(model: nn.Module, masks: object, online: object, options: Options) -> None:
+    """Refuse what cannot be, before anything is changed."""
+    if masks is not None and online is not None:
+        raise ValueError("masks= holds given masks and online= makes its own; give one of them.")
+    if masks is not None:
+        check_masks(masks, model)
+    if online is not None and not hasattr(online, "begin"):
+        raise TypeError(f"online= takes shaver.pruning.Online(target, …), not {online!r}.")
+    if online is not None and options.early_stopping:
+        raise ValueError("online pruning reaches its target at a set time, so early_stopping does not go with it.")

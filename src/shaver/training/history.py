@@ -10,6 +10,7 @@ from shaver.io import write_text
 
 if TYPE_CHECKING:
     from shaver.evidence import Posterior
+    from shaver.pruning import Masks
 
 
 class Logger(Protocol):
@@ -29,9 +30,11 @@ class History(list[dict[str, Any]]):
 
     Attributes:
         posterior: What SpaM learned, ready for ``shaver.score(model, "opd", posterior=…)``; ``None`` for MAP and L1.
+        masks: What was held or pruned in training, ready for ``shaver.save(model, folder, masks)``; else ``None``.
     """
 
     posterior: "Posterior | None" = None
+    masks: "Masks | None" = None
 
     def column(self, name: str) -> list[Any]:
         """One quantity over the epochs; ``None`` where an epoch did not have it."""

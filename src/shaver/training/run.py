@@ -16,13 +16,17 @@ from shaver.naming import check_name
 from shaver.training import checkpoints, divergence
 from shaver.training.divergence import Diverged
 from shaver.training.history import History, Logger, TensorBoard
+from shaver.training.holding import Held
 from shaver.training.lasso import l1_norm, soft_threshold
 from shaver.training.optimizers import OptimizerLike, build_optimizer, scheduled_lr
 from shaver.training.options import AMP_TYPES, Options
 from shaver.training.progress import Progress
 from shaver.training.sources import Source, chunks, to_device
+from shaver.zoo.network import Network
 
 if TYPE_CHECKING:
+    from shaver.pruning import Masks, Online
+    from shaver.pruning.in_training import OnlineRun
     from shaver.spam import SpaM
 
 
@@ -32,6 +36,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: "torch.amp.GradScaler | None"
     spam: "SpaM | None"
+    pruning: "Held | OnlineRun | None"
     base_lrs: list[float]
     folder: Path | None
 
@@ -58,9 +63,15 @@ class Run:
         self._checked = False
 
     def prepare(
-        self, optimizer: OptimizerLike, lr: float | None, spam: dict[str, Any], folder: Path | None, resume: bool
+        self,
+        optimizer: OptimizerLike,
+        lr: float | None,
+        spam: dict[str, Any],
+        pruning: "Masks | Online | None",
+        folder: Path | None,
+        resume: bool,
     ) -> None:
-        """Make the optimizer and SpaM, then take back a checkpoint if there is one."""
+        """Make the optimizer, SpaM and what prunes, then take back a checkpoint if there is one."""
         decay = self.options.weight_decay
         if decay is None and self.method == "map" and isinstance(optimizer, str):
             decay = 1 / self.train.data_size
@@ -68,14 +79,31 @@ class Run:
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(self.device.type) if self.options.amp == "float16" else None
         self.spam = self._attach_spam(spam) if self.method == "spam" else None
-        self.folder = folder
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.clear(folder, checkpoints=not resume)
-            if (found := checkpoints.load_newest(folder)) is not None:
-                path, state = found
-                checkpoints.check_same(path, state["config"], self.config)
-                self._restore(state)
+        self.pruning, self.folder = None, folder
+        try:
+            found = None if folder is None else self._open(folder, resume)
+            if pruning is not None:  # only now, for it changes weights
+                self.pruning = self._attach_pruning(pruning)
+            if found is not None:
+                self._restore(found)
+        except BaseException:
+            self.release()
+            raise
+
+    def _open(self, folder: Path, resume: bool) -> dict[str, Any] | None:
+        """Make the folder ready; the newest state in it if there is one, and it belongs to this run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints.clear(folder, checkpoints=not resume)
+        if (found := checkpoints.load_newest(folder)) is None:
+            return None
+        path, state = found
+        checkpoints.check_same(path, state["config"], self.config)
+        return state
+
+    def _attach_pruning(self, pruning: "Masks | Online") -> "Held | OnlineRun":
+        if hasattr(pruning, "begin"):
+            return pruning.begin(self.model, self.optimizer, self.spam)
+        return Held(pruning, self.model, self.optimizer)
 
     def _attach_spam(self, spam: dict[str, Any]) -> "SpaM":
         from shaver.spam import SpaM  # MAP and L1 need none of it
@@ -109,6 +137,8 @@ class Run:
         if self.spam is not None:
             with self._naming_divergence():
                 self.spam.end_epoch(self._again(), **self._reading())
+        if self.pruning is not None:
+            self.pruning.after_epoch(min(1.0, (self.epoch + 1) / self.epochs))
         if found := divergence.explain_parameters(self.model):
             raise self._diverged(found)
         row: dict[str, Any] = {"epoch": self.epoch + 1, "loss": total / seen, "lr": lr}
@@ -119,6 +149,8 @@ class Run:
         if self.spam is not None:
             with self._naming_divergence():
                 row |= self.spam.statistics()
+        if self.pruning is not None:
+            row["sparsity"] = self.pruning.masks.sparsity if self.pruning.masks is not None else 0.0
         row["seconds"] = time.perf_counter() - began
         self.history.append(row)
         self.epoch += 1
@@ -189,11 +221,15 @@ class Run:
             self.scaler.update()
         if self.l1:
             soft_threshold(self.optimizer, self.l1)
+        if self.pruning is not None:
+            self.pruning.after_step(min(1.0, self.step / (self.epochs * self.steps_per_epoch)))
 
     def release(self) -> None:
         """Leave no gradients and no hooks behind, and give a user's own optimizer its learning rate back."""
         if self.spam is not None:
             self.spam.close()
+        if self.pruning is not None:
+            self.pruning.release()
         self.optimizer.zero_grad(set_to_none=True)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base
@@ -266,6 +302,7 @@ class Run:
     def _state(self) -> dict[str, Any]:
         return {
             "config": self.config,
+            "network": self.model.arguments if isinstance(self.model, Network) else None,
             "epoch": self.epoch,
             "step": self.step,
             "finished": self.finished,
@@ -275,6 +312,7 @@ class Run:
             "base_lrs": self.base_lrs,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "spam": None if self.spam is None else self.spam.state_dict(),
+            "pruning": None if self.pruning is None else self.pruning.state_dict(),
             "likelihood": self.likelihood.state(),
             "random": checkpoints.random_state(),
             "generators": [generator.get_state() for generator in self.train.generators()],
@@ -290,6 +328,8 @@ class Run:
             self.scaler.load_state_dict(state["scaler"])
         if self.spam is not None:
             self.spam.load_state_dict(state["spam"])
+        if self.pruning is not None:
+            self.pruning.load_state_dict(state["pruning"])
         self.likelihood.load_state(state["likelihood"])
         checkpoints.set_random_state(state["random"])
         for generator, saved in zip(self.train.generators(), state["generators"], strict=True):

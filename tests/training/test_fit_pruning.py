@@ -1,0 +1,187 @@
+"""Pruning while training, and training what pruning left: zeros stay zero, and a resumed run has the same ones."""
+
+import pytest
+import torch
+from problems import batches, identical, network, noisy_forward, weights
+
+import shaver
+from shaver.evidence import Posterior
+from shaver.io import load_state
+from shaver.pruning import Masks, Online, linear, prune
+from shaver.spam import PAPER
+from shaver.training import Options, fit
+
+QUICK = {"every": 3, "update": 6, "shrink": 0.5}
+METHODS = [
+    {"method": "map"},
+    {"method": "map", "optimizer": "adam"},
+    {"method": "l1", "l1": 1e-3},
+    {"method": "spam", "spam": QUICK},
+    {"method": "spam", "spam": {"settings": PAPER}},
+    {"method": "spam", "spam": QUICK, "options": Options(amp="float16", accumulate=2)},
+]
+IDS = ["map", "adam", "l1", "spam", "paper", "float16"]
+
+
+class Watch:
+    """After each epoch: which weights are zero."""
+
+    def __init__(self, model, stop=None):
+        self.model, self.stop, self.zeros = model, stop, []
+
+    def log(self, row, step):
+        self.zeros.append({n: p.detach() == 0 for n, p in self.model.named_parameters() if p.ndim > 1})
+        if step == self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("settings", METHODS, ids=IDS)
+def test_sparsity_follows_the_schedule_and_what_has_fallen_stays(settings):
+    model = network()
+    watch = Watch(model)
+    online = Online(0.9, schedule="cubic", every=2, start=0.1, end=0.6)
+    history = fit(model, batches(), epochs=10, online=online, logger=watch, **settings)
+    reached = history.column("sparsity")
+    assert reached == sorted(reached)
+    assert 0 < reached[3] < 0.9
+    assert reached[6] == reached[-1] == pytest.approx(0.9, abs=0.5 / 108)
+    for before, after in zip(watch.zeros, watch.zeros[1:], strict=False):
+        assert all(bool((after[n] | ~before[n]).all()) for n in before)
+    assert all(bool(watch.zeros[-1][n][~mask].all()) for n, mask in history.masks.items())
+    assert history.masks.sparsity == reached[-1]
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("settings", METHODS, ids=IDS)
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_an_interrupted_run_continues_with_the_same_masks(tmp_path, settings, epoch):
+    settings = {"epochs": 6, "online": Online(0.8, every=4, end=0.7), "forward": noisy_forward} | settings
+    whole, broken, continued = network(dropout=0.2), network(dropout=0.2), network(seed=9, dropout=0.2)
+    first = fit(whole, batches(), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, batches(), folder=tmp_path, logger=Watch(broken, stop=epoch), **settings)
+    second = fit(continued, batches(), folder=tmp_path, **settings)
+    assert identical(weights(whole), weights(continued))
+    assert first.column("sparsity") == second.column("sparsity")
+    assert all(torch.equal(first.masks[n], second.masks[n]) for n in first.masks)
+
+
+def test_by_epochs_there_is_a_cut_after_each_new_estimate_alone():
+    # 6 steps an epoch, and every= so large that it never comes: cuts are those after the estimates.
+    online = Online(0.6, start=0.0, end=0.6, every=1000, schedule=linear)
+    history = fit(network(), batches(), epochs=10, spam={"settings": PAPER}, online=online)
+    expected = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6, 0.6]
+    assert history.column("sparsity") == pytest.approx(expected, abs=0.5 / 108)
+
+
+def test_opd_waits_for_the_first_learned_prior():
+    spam = {"every": 3, "update": 6, "burn_in": 0.5}
+    history = fit(network(), batches(), epochs=10, spam=spam, online=Online(0.8, start=0.0, every=1))
+    assert history.column("sparsity")[:5] == [0.0] * 5
+    assert history[5]["sparsity"] > 0
+    by_size = fit(
+        network(), batches(), epochs=10, spam=spam, online=Online(0.8, criterion="magnitude", start=0.0, every=1)
+    )
+    assert by_size[0]["sparsity"] > 0
+
+
+def test_the_target_is_reached_also_where_the_prior_is_never_learned():
+    history = fit(network(), batches(), epochs=2, spam={"every": 3, "update": 500}, online=Online(0.8))
+    assert history.column("sparsity") == pytest.approx([0.0, 0.8], abs=0.5 / 108)
+
+
+def test_scores_are_the_posteriors():
+    """With OPD, what falls first is what the posterior of that moment ranks lowest."""
+    # Twelve steps; δ is updated after the sixth alone (later it is frozen), and there everything falls at once.
+    masks = fit(network(), batches(), epochs=2, spam=QUICK, online=Online(0.5, start=0.4, end=0.5)).masks
+    dense = network()  # the same training without pruning, up to the step of the cut
+    seen = {}
+
+    class Spy(shaver.SpaM):
+        def step(self, *optimizers, scaler=None):
+            super().step(*optimizers, scaler=scaler)
+            if self.updates == 1 and not seen:
+                seen.update(shaver.score(self.model, "opd", posterior=self.posterior))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shaver.spam.SpaM", Spy)
+        fit(dense, batches(), epochs=2, spam=QUICK)
+    fallen = torch.cat([~masks[n].flatten() for n in seen])
+    scores = torch.cat([s.flatten() for s in seen.values()])
+    assert int(fallen.sum()) == 54
+    assert float(scores[fallen].max()) <= float(scores[~fallen].min())
+
+
+@pytest.mark.parametrize("criterion", shaver.criteria.names())
+def test_fine_tuning_holds_the_zeros_of_every_criterion_and_helps(criterion):
+    model, data = network(), batches()
+    fit(model, data, method="map", epochs=5)
+    curvature = shaver.curvature.estimate(model, data)
+    posterior = Posterior(curvature, 1.0, dict(model.named_parameters()))
+    pruned = prune(model, shaver.score(model, criterion, posterior=posterior, batches=data), 0.8)
+    before = shaver.measure.quality(model, data).nll
+    history = fit(model, data, method="map", epochs=3, masks=pruned.masks)
+    for name, mask in pruned.masks.items():
+        assert torch.equal(dict(model.named_parameters())[name].detach() != 0, mask)
+    assert shaver.measure.quality(model, data).nll < before
+    assert history.column("sparsity") == [pruned.achieved] * 3
+    assert history.masks is pruned.masks
+
+
+def test_fine_tuning_is_resumed_with_its_masks_and_with_no_others(tmp_path):
+    masks = prune(network(), shaver.score(network(), "magnitude"), 0.5).masks
+    others = prune(network(), shaver.score(network(), "random"), 0.5).masks
+    whole, broken, continued = network(), network(), network(seed=9)
+    settings = {"method": "spam", "spam": QUICK, "epochs": 5}
+    fit(whole, batches(), masks=masks, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, batches(), masks=masks, folder=tmp_path, logger=Watch(broken, stop=2), **settings)
+    untouched = network(seed=9)
+    for wrong in ({"masks": others}, {}, {"online": Online(0.5)}):
+        with pytest.raises(ValueError, match="belongs to another run: (masks|online)"):
+            fit(untouched, batches(), folder=tmp_path, **wrong, **settings)
+    assert identical(weights(untouched), weights(network(seed=9)))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in untouched.modules())
+    fit(continued, batches(), masks=masks, folder=tmp_path, **settings)
+    assert identical(weights(whole), weights(continued))
+
+
+def test_what_cannot_be_is_refused_before_anything_changes():
+    model = network()
+    masks = prune(network(), shaver.score(network(), "magnitude"), 0.5).masks
+    for settings, error, message in [
+        ({"masks": dict(masks)}, TypeError, r"masks= takes shaver\.pruning\.Masks.*not a dict"),
+        ({"masks": Masks({"7.weight": torch.ones(2, dtype=torch.bool)})}, ValueError, r"'7\.weight'"),
+        ({"masks": masks, "online": Online(0.5)}, ValueError, "give one of them"),
+        ({"online": 0.9}, TypeError, r"takes shaver\.pruning\.Online\(target, …\), not 0\.9"),
+        ({"online": Online(0.5, criterion="opd"), "method": "map"}, ValueError, 'only method="spam" learns'),
+        ({"online": Online(0.5), "options": Options(early_stopping=2)}, ValueError, "early_stopping"),
+    ]:
+        with pytest.raises(error, match=message):
+            fit(model, batches(), epochs=1, **settings)
+    assert identical(weights(model), weights(network()))
+    for settings, message in [
+        ({"target": 99}, "For 99 % write"),
+        ({"target": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
+        ({"target": 0.9, "criterion": "snip"}, "needs data"),
+        ({"target": 0.9, "every": 0}, "every must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Online(**settings)
+
+
+def test_a_run_keeps_how_its_zoo_network_is_built_and_its_posterior(tmp_path):
+    model = shaver.zoo.build("fcn", seed=0, inputs=6, hidden=[8], classes=3)
+    history = fit(model, batches(), epochs=2, spam=QUICK, folder=tmp_path)
+    state = load_state(tmp_path / "checkpoint-00002.safetensors")
+    twin = shaver.zoo.build(**state["network"])
+    twin.load_state_dict(state["model"])
+    assert identical(weights(model), weights(twin))
+    saved = Posterior.load(tmp_path / "posterior.safetensors")
+    assert saved.log_evidence == pytest.approx(history.posterior.log_evidence, rel=1e-6)
+    fit(network(), batches(), method="map", epochs=1, folder=tmp_path, resume=False)
+    assert not (tmp_path / "posterior.safetensors").exists(), "a posterior of another network was left behind"
+    assert load_state(tmp_path / "checkpoint-00001.safetensors")["network"] is None
