@@ -65,12 +65,15 @@ def run_cell(
     judged = (splits.valid if split == "valid" else splits.test).batches(1000)
     model = shaver.zoo.build(experiment.network, seed=seed, **dict(experiment.arguments))
     began = time.perf_counter()
+    spam = dict(spam)
+    lr = spam.pop("lr", None)
     history = shaver.fit(
         model,
         splits.train,
         method=method,
-        epochs=epochs or experiment.epochs,
+        epochs=max(1, round(scale * experiment.epochs)),
         batch_size=experiment.batch_size,
+        lr=lr,
         seed=seed,
         spam=spam if method == "spam" else None,
     )
@@ -217,27 +220,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
     parser.add_argument("--split", choices=("test", "valid"), default="test")
-    parser.add_argument("--set", action="append", default=[], help="SpaM settings a=1,b=2; repeat for several")
+    parser.add_argument("--set", action="append", default=[], help="SpaM settings (and lr) a=1,b=2; repeat for several")
     parser.add_argument("--paper", action="store_true", help="also the paper's own algorithm, with GGN and with EF")
     parser.add_argument("--seeds", type=int, help="instead of three, and five for cancer")
-    parser.add_argument("--epochs", type=int, help="instead of 30, and 100 for cancer")
+    parser.add_argument("--scale", type=float, default=1.0, help="times the usual 30 epochs, 100 for cancer")
     parser.add_argument("--timing", action="store_true", help="only the wall time, on LeNet/MNIST")
     parser.add_argument("--name", default="spam")
     parser.add_argument("--folder", type=Path, default=Path("docs/results"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     asked = parser.parse_args()
     if asked.timing:
-        print(timing("LeNet/MNIST", asked.epochs or 5))
+        print(timing("LeNet/MNIST", max(1, round(8 * asked.scale))))
         return
     trainings: list[tuple[str, str, dict[str, Any]]] = [("map", "MAP", {})]
-    trainings += [("spam", text or "SpaM", parse_settings(text)) for text in asked.set or [""]]
+    trainings += [("spam", f"SpaM {text}".strip(), parse_settings(text)) for text in asked.set or [""]]
     if asked.paper:
         from shaver.spam import PAPER
 
         trainings.append(("spam", "paper, GGN", {"settings": PAPER}))
         trainings.append(("spam", "paper, EF", {"settings": PAPER, "source": "ef"}))
     cells = [
-        (name, method, label, spam, seed, asked.split, asked.epochs)
+        (name, method, label, spam, seed, asked.split, asked.scale)
         for seed in range(max(asked.seeds or EXPERIMENTS[name].seeds for name in asked.experiments))
         for name in asked.experiments
         for method, label, spam in trainings

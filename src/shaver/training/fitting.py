@@ -67,7 +67,7 @@ def fit(
         method: ``"spam"``, ``"map"`` or ``"l1"``.
         epochs: Passes over the training data.
         optimizer: ``"sgd"`` (momentum 0.9), ``"adam"``, ``"adamw"``, a function of the parameters, or an optimizer.
-        lr: Learning rate of a named optimizer; ``None`` is 0.03 for SGD and 0.001 for Adam.
+        lr: Learning rate of a named optimizer; ``None`` is 0.05 for SGD and 0.001 for Adam.
         batch_size: For data that make their own batches.
         likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
         l1: λ, for ``"l1"`` alone; :func:`shaver.training.search_l1` looks for it.

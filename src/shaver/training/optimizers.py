@@ -15,7 +15,7 @@ OptimizerLike = str | Callable[[Iterable[nn.Parameter]], Optimizer] | Optimizer
 ScheduleLike = str | Callable[[float], float]
 
 #: Learning rate where the user gives none.
-DEFAULT_LR = {"sgd": 0.03, "adam": 1e-3, "adamw": 1e-3}
+DEFAULT_LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 #: Where the cosine ends.
 LAST_LR = 1e-6
 SCHEDULES = ("cosine", "constant")
