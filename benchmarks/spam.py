@@ -49,7 +49,7 @@ EXPERIMENTS = {
 
 
 def run_cell(
-    name: str, method: str, label: str, spam: dict[str, Any], seed: int, split: str, epochs: int | None
+    name: str, method: str, label: str, spam: dict[str, Any], seed: int, split: str, scale: float
 ) -> list:
     import torch
 
