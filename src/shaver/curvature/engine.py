@@ -12,7 +12,8 @@ from shaver.batches import Forward, Targets, batch_size_of, targets_of
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
 from shaver.curvature.capture import Functional, recording, take, undisturbed
 from shaver.curvature.generic import GenericRule
-from shaver.curvature.plan import Plan, check_outputs, make_plan
+from shaver.curvature.plan import Plan
+from shaver.curvature.planning import check_outputs, make_plan
 from shaver.curvature.uses import Outer, Shift, Use
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_name

@@ -20,7 +20,8 @@ from shaver.curvature.capture import Call, Functional, copier, functional_linear
 from shaver.curvature.engine import MEMORY_BUDGET
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.passes import Look, Pass
-from shaver.curvature.plan import Plan, make_plan
+from shaver.curvature.plan import Plan
+from shaver.curvature.planning import make_plan
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_name
 
