@@ -14,9 +14,12 @@ _NAMES = {
     "Posterior": "shaver.evidence",
     "SpaM": "shaver.spam",
     "fit": "shaver.training",
+    "load": "shaver.pruning",
     "log_evidence": "shaver.evidence",
     "prune": "shaver.pruning",
+    "save": "shaver.pruning",
     "score": "shaver.criteria",
+    "sparse_inference": "shaver.pruning",
 }
 _ROOMS = (
     *("criteria", "curvature", "data", "evidence", "io", "likelihoods", "measure"),
@@ -36,12 +39,15 @@ __all__ = [
     "fit",
     "io",
     "likelihoods",
+    "load",
     "log_evidence",
     "measure",
     "priors",
     "prune",
     "pruning",
+    "save",
     "score",
+    "sparse_inference",
     "training",
     "zoo",
 ]
@@ -50,7 +56,7 @@ if TYPE_CHECKING:
     from shaver import criteria, curvature, data, evidence, io, likelihoods, measure, priors, pruning, training, zoo
     from shaver.criteria import score
     from shaver.evidence import Posterior, log_evidence
-    from shaver.pruning import prune
+    from shaver.pruning import load, prune, save, sparse_inference
     from shaver.spam import SpaM
     from shaver.training import Diverged, History, fit
 

@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 
 from shaver import __version__
+from shaver.study.pruning_options import PruningOptions
 
 _ABOUT = "Train networks that shave well, shave them, and show what is left. `shaver --version` prints the version."
 
@@ -35,6 +37,18 @@ def demo(
     console.print(f"Everything is in [bold]{out}[/]: results.csv, cost.csv, accuracy.svg, config.json, models/")
 
 
+def prune(options: Annotated[PruningOptions, tyro.conf.arg(name="")]) -> None:
+    """Prune a trained network, measure it before and after, and write it back smaller.
+
+    Example: `shaver prune runs/lenet --sparsity 0.95 --data mnist --out small`. The network can come from shaver.fit,
+    from the demo (`shaver prune runs/demo/models/digits-spam-0.safetensors --sparsity auto --data digits`), or from
+    anywhere, as a state dict and a function that builds it (`--factory`). The file given is never changed.
+    """
+    from shaver.study.pruning_command import run_prune
+
+    run_prune(options, Console())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
@@ -47,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"demo": demo}, prog="shaver", description=_ABOUT, args=given or ["--help"]
+            {"demo": demo, "prune": prune}, prog="shaver", description=_ABOUT, args=given or ["--help"]
         )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

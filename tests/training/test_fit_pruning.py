@@ -141,7 +141,7 @@ def test_fine_tuning_is_resumed_with_its_masks_and_with_no_others(tmp_path):
         fit(broken, batches(), masks=masks, folder=tmp_path, logger=Watch(broken, stop=2), **settings)
     untouched = network(seed=9)
     for wrong in ({"masks": others}, {}, {"online": Online(0.5)}):
-        with pytest.raises(ValueError, match="belongs to another run: (masks|online)"):
+        with pytest.raises(ValueError, match=r"belongs to another run: (masks|online)"):
             fit(untouched, batches(), folder=tmp_path, **wrong, **settings)
     assert identical(weights(untouched), weights(network(seed=9)))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in untouched.modules())

@@ -2,7 +2,8 @@
 
 A folder holds ``plan.json`` (format, version, and how each tensor is coded) and one safetensors file named after its
 contents. The plan is written last and atomically, so that a folder always holds one complete network: the new or the
-old one. Nothing is pickled; the network is rebuilt by the caller's own constructor.
+old one. Nothing is pickled; the network is rebuilt by the caller's own constructor. For a network of :mod:`shaver.zoo`
+the plan says how it is built.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from shaver.io import load_tensors, read_json, save_tensors, write_json
 from shaver.pruning.encoding import CODES, decode, encode
 from shaver.pruning.masks import Masks
+from shaver.zoo import build
+from shaver.zoo.network import Network
 
 FORMAT, VERSION, PLAN = "shaver.masked", 1, "plan.json"
 
@@ -66,7 +69,15 @@ def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, T
     digest = _digest(tensors)
     file = f"weights-{digest[:12]}.safetensors"
     save_tensors(target / file, tensors)
-    plan = {"format": FORMAT, "version": VERSION, "class": type(model).__name__, "weights": file, "sha256": digest}
+    plan: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "class": type(model).__name__,
+        "weights": file,
+        "sha256": digest,
+    }
+    if isinstance(model, Network):
+        plan["network"] = model.arguments
     write_json(target / PLAN, plan | {"masks": sorted(masks or ()), "tensors": entries})
     for old in target.glob("weights-*.safetensors"):
         if old.name != file:
@@ -74,22 +85,38 @@ def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, T
     return target
 
 
-def load(folder: str | os.PathLike[str], factory: Callable[[], nn.Module] | nn.Module) -> nn.Module:
+def load(folder: str | os.PathLike[str], factory: Callable[[], nn.Module] | nn.Module | None = None) -> nn.Module:
     """Rebuild a network that :func:`save` wrote.
 
     Args:
         folder: The folder.
         factory: Builds the network with its original shapes, such as the class itself; or a network to load into,
-            which is left as it was if anything does not fit.
+            which is left as it was if anything does not fit. A network of :mod:`shaver.zoo` needs none.
 
     Raises:
         FileNotFoundError: The folder holds no plan, or not the weights it names.
         ValueError: A file is damaged or foreign, or the network has other names, shapes or types.
     """
     stored = {name: tensor for name, (tensor, _) in _read(Path(folder)).items()}
-    model = factory if isinstance(factory, nn.Module) else factory()
+    if factory is None:
+        arguments = _plan(Path(folder)).get("network")
+        if arguments is None:
+            raise ValueError(f"{folder} holds weights and not how their network is built: pass factory=….")
+        model = build(**arguments)
+    else:
+        model = factory if isinstance(factory, nn.Module) else factory()
     if not isinstance(model, nn.Module):
         raise TypeError(f"factory() returned a {type(model).__name__}, not a torch.nn.Module.")
+    fill(model, stored, folder)
+    return model
+
+
+def fill(model: nn.Module, stored: Mapping[str, Tensor], source: object) -> None:
+    """Load weights that fit in every name, shape and type; otherwise the model stays as it is.
+
+    Raises:
+        ValueError: With what does not fit, in ``source`` and in the model.
+    """
     own = model.state_dict()
     wrong = [f"{name!r} is missing in the file" for name in own if name not in stored]
     wrong += [f"{name!r} is unknown to the network" for name in stored if name not in own]
@@ -101,9 +128,8 @@ def load(folder: str | os.PathLike[str], factory: Callable[[], nn.Module] | nn.M
             )
     if wrong:
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise ValueError(f"{folder} does not fit {type(model).__name__}: {'; '.join(wrong[:4])}{more}.")
+        raise ValueError(f"{source} does not fit {type(model).__name__}: {'; '.join(wrong[:4])}{more}.")
     model.load_state_dict(stored)
-    return model
 
 
 def load_masks(folder: str | os.PathLike[str]) -> Masks:
