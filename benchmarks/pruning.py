@@ -1,0 +1,351 @@
+r"""Pruning measured: automatic sparsity beside the knee of the curve, online pruning to 99 %, fine-tuning.
+
+    python benchmarks/pruning.py                                   # all parts, test split: docs/results/pruning.*
+    python benchmarks/pruning.py --parts auto --experiments FCN/cancer
+    python benchmarks/pruning.py --parts online --split valid --name online \
+        --online schedule=linear --online schedule=cubic,end=0.5   # what settings are chosen by: never the test split
+
+auto      SpaM on the four experiments of benchmarks/spam.py. The knee is the highest sparsity of the OPD curve whose
+          accuracy is at most 0.15 points below the dense network's on the data judged.
+online    LeNet/MNIST to 99 % while training, SpaM (OPD) and MAP (magnitude), beside pruning after training.
+finetune  LeNet/MNIST, MAP and SpaM: every criterion at 90, 95 and 99 %, then MAP epochs with the masks held.
+
+Every cell is a process with one torch thread, as many side by side as there are cores. Trained networks are kept in
+--runs and used again as long as neither the settings nor the library's source have changed; a part that is measured
+again replaces its rows in the CSV file. The data come from the folder in SHAVER_DATA, or are downloaded.
+"""
+
+import argparse
+import csv
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from spam import EXPERIMENTS, parse_settings
+
+PARTS = ("auto", "online", "finetune")
+#: Fine where curves bend.
+GRID = (0.0, 0.5, 0.6, 0.7, *(x / 100 for x in range(75, 90)), *(x / 500 for x in range(450, 500)), 0.999)
+#: How much accuracy the knee may have lost.
+TOLERATED = 0.0015
+SPARSITIES = (0.9, 0.95, 0.99)
+TARGET, SHOWCASE = 0.99, "LeNet/MNIST"
+TUNING_LR = 0.01
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells share."""
+
+    split: str
+    scale: float
+    spam: str
+    runs: str
+    budgets: tuple[int, ...]
+    digest: str
+
+
+def prepare(setting: Setting, name: str, method: str, seed: int) -> dict[str, Any]:
+    """Data and the trained network of an experiment, from its folder if it was trained before."""
+    import torch
+
+    import shaver
+
+    torch.set_num_threads(1)
+    experiment = EXPERIMENTS[name]
+    splits = shaver.data.load(
+        experiment.data,
+        seed=seed if experiment.data == "cancer" else 0,
+        valid_fraction=0.1 if setting.split == "valid" else 0.0,
+    )
+    judged = splits.valid if setting.split == "valid" else splits.test
+    model = shaver.zoo.build(experiment.network, seed=seed, **dict(experiment.arguments))
+    folder = Path(setting.runs) / f"{name.replace('/', '-')}-{method}-{seed}-{setting.digest}"
+    history = shaver.fit(model, splits.train, folder=folder, **training(setting, name, method, seed))
+    return {"model": model, "history": history, "train": splits.train, "judged": judged.batches(1000)}
+
+
+def training(setting: Setting, name: str, method: str, seed: int) -> dict[str, Any]:
+    """The arguments of ``fit``, the same for training and for online pruning."""
+    spam = parse_settings(setting.spam)
+    return {
+        "method": method,
+        "epochs": max(1, round(setting.scale * EXPERIMENTS[name].epochs)),
+        "batch_size": EXPERIMENTS[name].batch_size,
+        "lr": spam.pop("lr", None),
+        "spam": spam if method == "spam" else None,
+        "seed": seed,
+    }
+
+
+def digest_of(*settings: object) -> str:
+    """Short, and different for other settings or another source of the library."""
+    import shaver
+
+    digest = hashlib.sha256(repr(settings).encode())
+    for path in sorted(Path(shaver.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def posterior_of(found: dict[str, Any]) -> Any:
+    """SpaM's posterior; for MAP one from the curvature afterwards, under its own prior."""
+    import shaver
+
+    if found["history"].posterior is not None:
+        return found["history"].posterior
+    curvature = shaver.curvature.estimate(found["model"], found["train"].batches(256))
+    return shaver.Posterior(curvature, 1.0, dict(found["model"].named_parameters()))
+
+
+def train_cell(setting: Setting, name: str, method: str, seed: int) -> list[Row]:
+    prepare(setting, name, method, seed)
+    return []
+
+
+def auto_cell(setting: Setting, name: str, seed: int) -> list[Row]:
+    """The accuracy curve by OPD, its knee, and where automatic sparsity lands."""
+    import shaver
+
+    found = prepare(setting, name, "spam", seed)
+    model, posterior = found["model"], posterior_of(found)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+
+    def accuracy() -> float:
+        measured = shaver.measure.quality(model, found["judged"]).accuracy
+        model.load_state_dict(weights)
+        return measured
+
+    rows = []
+    masks = shaver.pruning.masks_at(shaver.score(model, "opd", posterior=posterior), GRID)
+    for sparsity, mask in zip(GRID, masks, strict=True):
+        mask.apply_(model)
+        rows.append({"kind": "curve", "sparsity": sparsity, "accuracy": accuracy()})
+    report = shaver.prune(model, None, "auto", posterior=posterior)
+    landed = {"kind": "auto", "sparsity": report.achieved, "accuracy": accuracy()}
+    expected = {"evidence_change": report.evidence_change, "loss_rise": report.loss_rise}
+    label = {"part": "auto", "experiment": name, "method": "spam", "seed": seed, "split": setting.split}
+    return [label | row for row in [*rows, landed | expected]]
+
+
+def online_cell(setting: Setting, method: str, how: str, seed: int) -> list[Row]:
+    """Pruning while training (``how`` are its settings), or after it (``how`` says so)."""
+    import torch
+
+    import shaver
+
+    torch.set_num_threads(1)
+    label = {"part": "online", "experiment": SHOWCASE, "method": method, "seed": seed, "split": setting.split}
+    if how == "after training":
+        found = prepare(setting, SHOWCASE, method, seed)
+        criterion = "opd" if method == "spam" else "magnitude"
+        posterior = posterior_of(found) if criterion == "opd" else None
+        scores = shaver.score(found["model"], criterion, posterior=posterior)
+        dense = shaver.measure.quality(found["model"], found["judged"]).accuracy
+        reached = shaver.prune(found["model"], scores, TARGET).achieved
+        accuracy = shaver.measure.quality(found["model"], found["judged"]).accuracy
+        return [label | {"kind": how, "sparsity": reached, "accuracy": accuracy, "dense": dense}]
+    splits = shaver.data.load(EXPERIMENTS[SHOWCASE].data, valid_fraction=0.1 if setting.split == "valid" else 0.0)
+    judged = (splits.valid if setting.split == "valid" else splits.test).batches(1000)
+    model = shaver.zoo.build(EXPERIMENTS[SHOWCASE].network, seed=seed)
+    began = time.perf_counter()
+    online = shaver.pruning.Online(TARGET, **parse_settings(how))
+    history = shaver.fit(model, splits.train, online=online, **training(setting, SHOWCASE, method, seed))
+    measured = {"sparsity": history[-1]["sparsity"], "accuracy": shaver.measure.quality(model, judged).accuracy}
+    return [label | {"kind": f"online {how}".strip(), "epochs": len(history)} | measured
+            | {"seconds": round(time.perf_counter() - began, 1)}]  # fmt: skip
+
+
+def finetune_cell(setting: Setting, method: str, criterion: str, seed: int) -> list[Row]:
+    """One criterion at each sparsity, before and after fine-tuning with the masks held."""
+    import shaver
+
+    found = prepare(setting, SHOWCASE, method, seed)
+    model = found["model"]
+    needs = shaver.criteria.needs(criterion)
+    posterior = posterior_of(found) if "posterior" in needs else None
+    scores = shaver.score(model, criterion, posterior=posterior, batches=found["train"].batches(256), seed=seed)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    label = {"part": "finetune", "experiment": SHOWCASE, "method": method, "seed": seed, "split": setting.split}
+    rows = []
+    for sparsity in SPARSITIES:
+        for budget in (0, *setting.budgets):
+            model.load_state_dict(weights)
+            masks = shaver.prune(model, scores, sparsity).masks
+            if budget:
+                shaver.fit(model, found["train"], method="map", epochs=budget, lr=TUNING_LR, masks=masks, seed=seed)
+            kept = sum(int(parameter.count_nonzero()) for parameter in masks.parameters(model).values())
+            assert kept <= masks.kept, "a pruned weight has grown back"
+            accuracy = shaver.measure.quality(model, found["judged"]).accuracy
+            rows.append({"kind": criterion, "sparsity": sparsity, "epochs": budget, "accuracy": accuracy})
+    return [label | row for row in rows]
+
+
+def knee(curve: dict[float, float]) -> float:
+    """The highest sparsity with at most the tolerated loss of accuracy."""
+    return max(sparsity for sparsity, accuracy in curve.items() if accuracy >= curve[0.0] - TOLERATED - 1e-9)
+
+
+def summarise(rows: list[Row]) -> str:
+    """Markdown tables, one for each part that was measured."""
+    tables = {"auto": auto_table, "online": online_table, "finetune": finetune_table}
+    parts = [tables[part]([row for row in rows if row["part"] == part]) for part in PARTS]
+    return "\n".join(part for part in parts if part)
+
+
+def auto_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    lines = [
+        "**Automatic sparsity**, no validation data. The knee is the highest sparsity that loses at most "
+        f"{100 * TOLERATED:.2f} points. Accuracy and sparsity in %, mean ± standard error over seeds.\n",
+        "| experiment | seeds | dense | auto: sparsity | accuracy | lost | knee | auto − knee | mean curve's knee |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["experiment"] for row in rows):
+        mine = [row for row in rows if row["experiment"] == name]
+        autos = {row["seed"]: row for row in mine if row["kind"] == "auto"}
+        curves = {
+            seed: {r["sparsity"]: r["accuracy"] for r in mine if r["kind"] == "curve" and r["seed"] == seed}
+            for seed in autos
+        }
+        mean = {s: statistics.fmean(curve[s] for curve in curves.values()) for s in GRID}
+        cells = [
+            spread([curve[0.0] for curve in curves.values()]),
+            spread([row["sparsity"] for row in autos.values()]),
+            spread([row["accuracy"] for row in autos.values()]),
+            spread([curves[seed][0.0] - row["accuracy"] for seed, row in autos.items()]),
+            spread([knee(curve) for curve in curves.values()]),
+            spread([row["sparsity"] - knee(curves[seed]) for seed, row in autos.items()]),
+            f"{100 * knee(mean):.2f}",
+        ]
+        lines.append(f"| {name} | {len(autos)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def online_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    lines = [
+        f"**{SHOWCASE} at {100 * TARGET:g} %**, pruned while training and after it. Accuracy in %.\n",
+        "| trained | pruned | seeds | accuracy | lowest | sparsity |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method, kind in dict.fromkeys((row["method"], row["kind"]) for row in rows):
+        mine = [row for row in rows if (row["method"], row["kind"]) == (method, kind)]
+        values = [row["accuracy"] for row in mine]
+        cells = [spread(values), f"{100 * min(values):.2f}", spread([row["sparsity"] for row in mine])]
+        lines.append(f"| {method} | {kind} | {len(mine)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def finetune_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    budgets = sorted({int(row["epochs"]) for row in rows})
+    columns = [(sparsity, budget) for sparsity in SPARSITIES for budget in budgets]
+    lines = [
+        f"**Fine-tuning {SHOWCASE}** with the masks held, MAP at lr {TUNING_LR:g}, "
+        f"{len({row['seed'] for row in rows})} seeds. Accuracy in % after so many epochs.\n",
+        "| trained | criterion | " + " | ".join(f"{100 * s:g} %, {b} ep." for s, b in columns) + " |",
+        "|---|---|" + "---|" * len(columns),
+    ]
+    for method, kind in dict.fromkeys((row["method"], row["kind"]) for row in rows):
+        cells = []
+        for column in columns:
+            values = [
+                row["accuracy"]
+                for row in rows
+                if (row["method"], row["kind"], row["sparsity"], int(row["epochs"])) == (method, kind, *column)
+            ]
+            cells.append(f"{100 * statistics.fmean(values):.2f}" if values else "–")
+        lines.append(f"| {method} | {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(values: list[float]) -> str:
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{100 * statistics.fmean(values):.2f} ± {100 * error:.2f}"
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of an earlier call, numbers as numbers."""
+    if not path.exists():
+        return []
+    numbers = {"seed": int, "sparsity": float, "accuracy": float}
+    with open(path, newline="") as file:
+        return [{k: numbers.get(k, str)(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), help="of auto"
+    )
+    parser.add_argument("--split", choices=("test", "valid"), default="test")
+    parser.add_argument("--set", default="", help="SpaM settings (and lr) a=1,b=2")
+    parser.add_argument("--online", action="append", default=[], help="settings of Online a=1,b=2; repeat for several")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[1, 5], help="epochs of fine-tuning")
+    parser.add_argument("--criteria", nargs="+", help="of fine-tuning, instead of all")
+    parser.add_argument("--seeds", type=int, help="instead of three, five for cancer, and one for fine-tuning")
+    parser.add_argument("--scale", type=float, default=1.0, help="times the usual 30 epochs, 100 for cancer")
+    parser.add_argument("--name", default="pruning")
+    parser.add_argument("--folder", type=Path, default=Path("docs/results"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/pruning"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    asked = parser.parse_args()
+    from shaver import criteria
+
+    digest = digest_of(asked.split, asked.scale, asked.set)
+    setting = Setting(asked.split, asked.scale, asked.set, str(asked.runs), tuple(asked.budgets), digest)
+    networks: dict[tuple[str, str, int], None] = {}
+    cells: list[tuple[Callable[..., list[Row]], tuple[Any, ...]]] = []
+    if "auto" in asked.parts:
+        for name in asked.experiments:
+            for seed in range(asked.seeds or EXPERIMENTS[name].seeds):
+                networks[name, "spam", seed] = None
+                cells.append((auto_cell, (name, seed)))
+    for method in ("spam", "map"):
+        for seed in range(asked.seeds or 3) if "online" in asked.parts else ():
+            networks[SHOWCASE, method, seed] = None
+            cells += [(online_cell, (method, how, seed)) for how in ["after training", *(asked.online or [""])]]
+        for seed in range(asked.seeds or 1) if "finetune" in asked.parts else ():
+            networks[SHOWCASE, method, seed] = None
+            cells += [(finetune_cell, (method, c, seed)) for c in asked.criteria or criteria.names()]
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    path = asked.folder / f"{asked.name}.csv"
+    rows = [row for row in read(path) if row["part"] not in asked.parts]
+    # Two rounds: a network is trained once and then used by several cells.
+    for round_ in ([(train_cell, network) for network in networks], cells):
+        with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
+            jobs = {pool.submit(function, setting, *args): (function.__name__, *args) for function, args in round_}
+            for number, job in enumerate(as_completed(jobs), 1):
+                rows += job.result()
+                print(f"{number}/{len(jobs)}", *jobs[job], flush=True)
+                if rows:
+                    rows.sort(key=lambda r: (PARTS.index(r["part"]), r["experiment"], r["method"] == "map", r["seed"]))
+                    write(path, rows)
+    text = summarise(rows)
+    (asked.folder / f"{asked.name}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
