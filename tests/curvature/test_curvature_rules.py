@@ -84,7 +84,7 @@ def test_a_matrix_rule_has_kronecker_factors_too():
     @register_rule(Transposed)
     def product(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Outer]:
         a, b = inputs.flatten(1, -2).mT, grads.flatten(2, -2).mT
-        return {"matrix": Outer(lambda: a, b, module.matrix.shape, transposed=True)}
+        return {"matrix": Outer(lambda piece: a[piece], b, module.matrix.shape, transposed=True)}
 
     case = positions(lambda: nn.Sequential(Transposed(), nn.Linear(4, 5)))
     check(case, "product", "1.0.matrix")

@@ -14,7 +14,7 @@ from shaver.curvature.capture import Functional, recording, take, undisturbed
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.plan import Plan
 from shaver.curvature.planning import check_outputs, make_plan
-from shaver.curvature.uses import Outer, Shift, Use
+from shaver.curvature.uses import Outer, Shift, Use, joint_square_sum
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_name
 
@@ -210,10 +210,14 @@ class _Estimation:
         chunks = torch.split(cotangents, columns)
         for number, chunk in enumerate(chunks):
             last = number == len(chunks) - 1
-            if edges:
-                grads = _backward(outputs, edges, chunk, keep=not last)
-                for name, use in plan.uses(calls, grads, size):
-                    self._accumulate(name, use, index, first=number == 0)
+            passes = [
+                torch.autograd.grad(outputs, edges, row, retain_graph=not last or k < len(chunk) - 1, allow_unused=True)
+                for k, row in enumerate(chunk)
+                if edges
+            ]  # gradients at the layers' outputs; weight gradients are never computed
+            columns_of = [dict(plan.uses(calls, [_row(g) for g in grads], size)) for grads in passes]
+            for name in columns_of[0] if columns_of else ():
+                self._accumulate(name, [uses[name] for uses in columns_of], index, first=number == 0)
         del outputs, calls, edges
         if rest:
             weights = {name: self.wanted[name] for name in rest}
@@ -230,11 +234,13 @@ class _Estimation:
         grads = torch.autograd.grad(outputs, leaves, cotangents[0], retain_graph=True, allow_unused=True)
         return [name for name, grad in zip(self.plan.idle, grads, strict=True) if grad is not None]
 
-    def _accumulate(self, name: str, use: Use, index: int, first: bool) -> None:
+    def _accumulate(self, name: str, uses: list[Use], index: int, first: bool) -> None:
+        """Add one parameter's uses under several output gradients of the same samples."""
+        use = uses[0]
         if not (self.structure == "kron" and isinstance(use, Outer | Shift) and _dimension(use) <= FACTOR_LIMIT):
-            self._add_diagonal(name, use.square_sum(), index)
+            self._add_diagonal(name, joint_square_sum(uses), index)
             return
-        gradient = use.gradient_factor(self.reduce)
+        gradient = torch.stack([u.gradient_factor(self.reduce) for u in uses if isinstance(u, Outer | Shift)]).sum(0)
         sums = [gradient]
         if first:  # further output gradients of the same samples share their inputs
             inputs, count = use.input_factor(self.reduce)
@@ -303,15 +309,8 @@ def _wide(parameter: Tensor) -> Tensor:
     return detached.float() if detached.element_size() < 4 else detached
 
 
-def _backward(outputs: Tensor, edges: list[Any], cotangents: Tensor, keep: bool) -> list[Tensor | None]:
-    """Gradients at the edges for each output gradient, stacked. Weight gradients are never computed."""
-    last = len(cotangents) - 1
-    passes = [
-        torch.autograd.grad(outputs, edges, row, retain_graph=keep or k < last, allow_unused=True)
-        for k, row in enumerate(cotangents)
-    ]
-    # (B, K, …) in memory: a sample's gradients lie side by side, as the products over its positions want them
-    return [None if grads[0] is None else torch.stack(grads, 1).transpose(0, 1) for grads in zip(*passes, strict=True)]
+def _row(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.unsqueeze(0)
 
 
 def _share(batches: Iterable[Any], fraction: float | None, max_samples: int | None) -> float:

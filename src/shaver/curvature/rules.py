@@ -72,7 +72,7 @@ def _positions_last(values: Tensor, lead: int) -> Tensor:
 def linear(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
     """y = W x + b at every position."""
     a, b = _positions_last(inputs, 1), _positions_last(grads, 2)
-    uses: dict[str, Use] = {"weight": Outer(lambda: a, b, module.weight.shape)}
+    uses: dict[str, Use] = {"weight": Outer(lambda piece: a[piece], b, module.weight.shape)}
     if module.bias is not None:
         uses["bias"] = Shift(b)
     return uses
@@ -81,7 +81,7 @@ def linear(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
 def transposed_linear(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
     """y = x W + b, with the weight stored (in, out)."""
     a, b = _positions_last(inputs, 1), _positions_last(grads, 2)
-    uses: dict[str, Use] = {"weight": Outer(lambda: a, b, module.weight.shape, transposed=True)}
+    uses: dict[str, Use] = {"weight": Outer(lambda piece: a[piece], b, module.weight.shape, transposed=True)}
     if getattr(module, "bias", None) is not None:
         uses["bias"] = Shift(b)
     return uses
@@ -91,14 +91,13 @@ def transposed_linear(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, U
 def convolution(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
     """A convolution is a linear layer on patches, one position an output pixel."""
     spatial = len(module.kernel_size)
-    batch = len(inputs)
 
-    def patches() -> Tensor:
-        images = inputs.flatten(0, -(spatial + 2))
-        patch = _patches(module, images)  # (B·extra, C·kernel, L)
-        if len(images) == batch:
+    def patches(piece: slice) -> Tensor:
+        chosen = inputs[piece]
+        patch = _patches(module, chosen.flatten(0, -(spatial + 2)))  # (n·extra, C·kernel, L)
+        if len(patch) == len(chosen):
             return patch
-        return patch.reshape(batch, -1, *patch.shape[1:]).transpose(1, 2).flatten(2)
+        return patch.reshape(len(chosen), -1, *patch.shape[1:]).transpose(1, 2).flatten(2)
 
     own = grads.flatten(-spatial)  # (K, B, …, O, L)
     b = own if own.ndim == 4 else own.flatten(2, -3).transpose(2, 3).flatten(3)

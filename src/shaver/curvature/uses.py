@@ -7,7 +7,7 @@ gradients themselves for a few samples at a time (where a parameter is used in s
 Shapes: B samples, K output gradients, T positions (pixels, tokens) a sample, g groups, I inputs, O outputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,14 +82,15 @@ class Outer:
     """A weight matrix: g_n = Σ_t b_nt a_ntᵀ, with inputs a and output gradients b at T positions.
 
     Attributes:
-        inputs: A function that gives ``(B, g·I, T)``, so that patches of a convolution exist only while needed.
+        inputs: A function from a slice of samples to their inputs ``(n, g·I, T)``, so that a convolution's patches
+            exist only for a few samples at a time.
         grads: ``(K, B, g·O, T)``.
         shape: The parameter's shape, ``(g·O, I, …)`` or, transposed, ``(I, O)``.
         groups: g.
         transposed: The parameter is stored ``(I, O)``.
     """
 
-    inputs: Callable[[], Tensor]
+    inputs: Callable[[slice], Tensor]
     grads: Tensor
     shape: torch.Size
     groups: int = 1
@@ -100,27 +101,37 @@ class Outer:
         values = values.transpose(-1, -2) if self.transposed else values
         return values.reshape(*values.shape[:-2], *self.shape)
 
+    def _tiles(self, numbers: int) -> Iterator[slice]:
+        """Slices of samples such that ``numbers`` for each fit a tile."""
+        batch = self.grads.shape[1]
+        step = min(batch, max(1, TILE // (numbers * self.grads.element_size())))
+        return (slice(start, min(start + step, batch)) for start in range(0, batch, step))
+
     def square_sum(self) -> Tensor:
-        """One matmul of squared factors with one position; else per-sample gradients, a cache-sized tile at a time."""
-        inputs, (columns, batch, _, positions) = self.inputs(), self.grads.shape
-        g = self.groups
+        """Σ g² for these output gradients alone."""
+        return self.joint_square_sum([self.grads])
+
+    def joint_square_sum(self, grads: Sequence[Tensor]) -> Tensor:
+        """Σ g² for several output gradients of the same samples, each ``(K, B, g·O, T)``.
+
+        One matmul of squared factors with one position; else per-sample gradients, a cache-sized tile at a time, in
+        which all output gradients share their inputs.
+        """
+        _, batch, outputs, positions = self.grads.shape
+        columns = sum(len(grad) for grad in grads)
+        g, outs = self.groups, outputs // self.groups
+        ins = self.shape.numel() // outputs
         if positions == 1:
-            b = self.grads.squeeze(-1).square().sum(0).view(batch, g, -1)
-            a = inputs.squeeze(-1).square().view(batch, g, -1)
-            return self._to_shape(torch.einsum("ngo,ngi->goi", b, a).flatten(0, 1))
-        outs, ins = self.grads.shape[2] // g, inputs.shape[1] // g
-        # (n·g, K·O, T) @ (n·g, T, I): the K gradients share their inputs
-        b = self.grads.view(columns, batch, g, outs, positions).permute(1, 2, 0, 3, 4)
-        b = b.reshape(batch * g, columns * outs, positions)
-        a = inputs.reshape(batch * g, ins, positions).transpose(1, 2)
-        total = inputs.new_zeros(g, outs, ins)
-        sample = g * columns * outs * ins * inputs.element_size()
-        step = min(batch, max(1, TILE // sample))
-        tile = inputs.new_empty(step * g, columns * outs, ins)
-        for start in range(0, batch, step):
-            stop = min(start + step, batch)
-            part = tile[: (stop - start) * g]
-            torch.bmm(b[start * g : stop * g], a[start * g : stop * g], out=part)
+            squares = torch.stack([grad.squeeze(-1).square().sum(0) for grad in grads]).sum(0)
+            a = self.inputs(slice(None)).squeeze(-1).square().view(batch, g, ins)
+            return self._to_shape(torch.einsum("ngo,ngi->goi", squares.view(batch, g, outs), a).flatten(0, 1))
+        total = self.grads.new_zeros(g, outs, ins)
+        for piece in self._tiles(columns * outputs * (ins + positions) + g * ins * positions):
+            # (n·g, K·O, T) @ (n·g, T, I)
+            a = self.inputs(piece).reshape(-1, ins, positions).transpose(1, 2)
+            rows = [grad[:, piece].transpose(0, 1) for grad in grads]  # (n, K, g·O, T)
+            b = _grouped(rows[0] if len(rows) == 1 else torch.cat(rows, 1), 2, g).transpose(1, 2)
+            part = torch.bmm(b.reshape(len(a), columns * outs, positions), a)
             if len(part) == columns == 1:
                 total.addcmul_(part, part)
             else:
@@ -129,15 +140,22 @@ class Outer:
 
     def per_sample(self, start: int, stop: int) -> Tensor:
         """Σ_t b aᵀ, built."""
-        a, b, g = self.inputs()[start:stop], self.grads[:, start:stop], self.groups
-        a, b = _grouped(a, 1, g), _grouped(b, 2, g)
+        a = _grouped(self.inputs(slice(start, stop)), 1, self.groups)
+        b = _grouped(self.grads[:, start:stop], 2, self.groups)
         return self._to_shape(torch.einsum("kngot,ngit->kngoi", b, a).flatten(2, 3))
 
     def input_factor(self, reduce: bool) -> tuple[Tensor, int]:
         """Σ a aᵀ over samples and positions (expand) or of the means over positions (reduce), and the count."""
-        inputs = self.inputs()
-        inputs = inputs.mean(-1, keepdim=True) if reduce else inputs
-        return _outer_sum(inputs, self.groups), inputs.shape[0] * inputs.shape[-1]
+        _, batch, outputs, positions = self.grads.shape
+        ins = self.groups * self.shape.numel() // outputs
+        total: Tensor | None = None
+        for piece in self._tiles(2 * ins * positions):
+            inputs = self.inputs(piece)
+            inputs = inputs.mean(-1, keepdim=True) if reduce else inputs
+            part = _outer_sum(inputs, self.groups)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total, batch * (1 if reduce else positions)
 
     def gradient_factor(self, reduce: bool) -> Tensor:
         """G = Σ b bᵀ over positions (expand), or Σ (Σ_t b)(Σ_t b)ᵀ (reduce)."""
@@ -182,6 +200,17 @@ class Rows:
         return table.scatter_add_(2, index, grads)
 
 
+def joint_square_sum(uses: Sequence[Use]) -> Tensor:
+    """Σ g² of one parameter's uses under several output gradients of the same samples."""
+    first = uses[0]
+    if isinstance(first, Outer) and len(uses) > 1:
+        return first.joint_square_sum([use.grads for use in uses if isinstance(use, Outer)])
+    total = first.square_sum()
+    for use in uses[1:]:
+        total += use.square_sum()
+    return total
+
+
 def merge(uses: Sequence[Use]) -> Use:
     """Several uses of one parameter as one use: their per-sample gradients add up before any square.
 
@@ -194,7 +223,7 @@ def merge(uses: Sequence[Use]) -> Use:
         outers = [u for u in uses if isinstance(u, Outer)]
         if len({u.groups for u in outers}) == 1:
             return Outer(
-                lambda: torch.cat([u.inputs() for u in outers], -1),
+                lambda piece: torch.cat([u.inputs(piece) for u in outers], -1),
                 torch.cat([u.grads for u in outers], -1),
                 first.shape,
                 first.groups,
