@@ -5,8 +5,8 @@ r"""Pruning measured: automatic sparsity beside the knee of the curve, online pr
     python benchmarks/pruning.py --parts online --split valid --name online \
         --online schedule=linear --online schedule=cubic,end=0.5   # what settings are chosen by: never the test split
 
-auto      SpaM on the four experiments of benchmarks/spam.py. The knee is the highest sparsity of the OPD curve whose
-          accuracy is at most 0.15 points below the dense network's on the data judged.
+auto      SpaM on the four experiments of benchmarks/spam.py, beside the plain threshold S > 1. The knee is the
+          highest sparsity of the OPD curve whose accuracy is at most 0.15 points below the dense network's.
 online    LeNet/MNIST to 99 % while training, SpaM (OPD) and MAP (magnitude), beside pruning after training.
 finetune  LeNet/MNIST, MAP and SpaM: every criterion at 90, 95 and 99 %, then MAP epochs with the masks held.
 
@@ -125,15 +125,18 @@ def auto_cell(setting: Setting, name: str, seed: int) -> list[Row]:
         return measured
 
     rows = []
-    masks = shaver.pruning.masks_at(shaver.score(model, "opd", posterior=posterior), GRID)
-    for sparsity, mask in zip(GRID, masks, strict=True):
+    scores = shaver.score(model, "opd", posterior=posterior)
+    for sparsity, mask in zip(GRID, shaver.pruning.masks_at(scores, GRID), strict=True):
         mask.apply_(model)
         rows.append({"kind": "curve", "sparsity": sparsity, "accuracy": accuracy()})
     report = shaver.prune(model, None, "auto", posterior=posterior)
     landed = {"kind": "auto", "sparsity": report.achieved, "accuracy": accuracy()}
-    expected = {"evidence_change": report.evidence_change, "loss_rise": report.loss_rise}
+    landed |= {"evidence_change": report.evidence_change, "loss_rise": report.loss_rise}
+    plain = shaver.pruning.Masks({name: values > 1 for name, values in scores.items()})
+    plain.apply_(model)
+    threshold = {"kind": "S > 1", "sparsity": plain.sparsity, "accuracy": accuracy()}
     label = {"part": "auto", "experiment": name, "method": "spam", "seed": seed, "split": setting.split}
-    return [label | row for row in [*rows, landed | expected]]
+    return [label | row for row in [*rows, landed, threshold]]
 
 
 def online_cell(setting: Setting, method: str, how: str, seed: int) -> list[Row]:
@@ -207,27 +210,29 @@ def auto_table(rows: list[Row]) -> str:
     lines = [
         "**Automatic sparsity**, no validation data. The knee is the highest sparsity that loses at most "
         f"{100 * TOLERATED:.2f} points. Accuracy and sparsity in %, mean ± standard error over seeds.\n",
-        "| experiment | seeds | dense | auto: sparsity | accuracy | lost | knee | auto − knee | mean curve's knee |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| experiment | seeds | dense | removed | sparsity | accuracy | lost | knee | above it | mean curve's knee |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row["experiment"] for row in rows):
         mine = [row for row in rows if row["experiment"] == name]
-        autos = {row["seed"]: row for row in mine if row["kind"] == "auto"}
-        curves = {
-            seed: {r["sparsity"]: r["accuracy"] for r in mine if r["kind"] == "curve" and r["seed"] == seed}
-            for seed in autos
-        }
+        curves: dict[int, dict[float, float]] = {}
+        for row in mine:
+            if row["kind"] == "curve":
+                curves.setdefault(row["seed"], {})[row["sparsity"]] = row["accuracy"]
         mean = {s: statistics.fmean(curve[s] for curve in curves.values()) for s in GRID}
-        cells = [
-            spread([curve[0.0] for curve in curves.values()]),
-            spread([row["sparsity"] for row in autos.values()]),
-            spread([row["accuracy"] for row in autos.values()]),
-            spread([curves[seed][0.0] - row["accuracy"] for seed, row in autos.items()]),
-            spread([knee(curve) for curve in curves.values()]),
-            spread([row["sparsity"] - knee(curves[seed]) for seed, row in autos.items()]),
-            f"{100 * knee(mean):.2f}",
-        ]
-        lines.append(f"| {name} | {len(autos)} | " + " | ".join(cells) + " |")
+        for kind in ("auto", "S > 1"):
+            landed = {row["seed"]: row for row in mine if row["kind"] == kind}
+            cells = [
+                spread([curve[0.0] for curve in curves.values()]),
+                kind,
+                spread([row["sparsity"] for row in landed.values()]),
+                spread([row["accuracy"] for row in landed.values()]),
+                spread([curves[seed][0.0] - row["accuracy"] for seed, row in landed.items()]),
+                spread([knee(curve) for curve in curves.values()]),
+                spread([row["sparsity"] - knee(curves[seed]) for seed, row in landed.items()]),
+                f"{100 * knee(mean):.2f}",
+            ]
+            lines.append(f"| {name} | {len(curves)} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

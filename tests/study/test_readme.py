@@ -15,7 +15,7 @@ README = Path(__file__).parents[2] / "README.md"
 @pytest.fixture(scope="module")
 def blocks() -> list[str]:
     found = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(found) == 2
+    assert len(found) == 3
     return found
 
 
@@ -42,6 +42,15 @@ def test_the_loop_of_ones_own_runs(blocks):
     }  # fmt: skip
     exec(compile(blocks[1].replace("range(30)", "range(2)"), "README.md", "exec"), names)
     assert names["spam"].posterior.precision().keys() == dict(model.named_parameters()).keys()
+
+
+def test_what_is_saved_is_loaded(blocks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = shaver.zoo.build("digits_cnn", seed=0)
+    shaver.prune(model, shaver.score(model, "magnitude"), 0.9)
+    names = {"shaver": shaver, "model": model, "x": shaver.data.load("digits").test[:8][0]}
+    exec(compile(blocks[2], "README.md", "exec"), names)
+    assert all(torch.equal(a, b) for a, b in zip(names["same"].parameters(), model.parameters(), strict=True))
 
 
 def test_the_links_lead_to_files():
