@@ -24,9 +24,6 @@ from shaver.study.tables import METHOD_NAMES, accuracy_table, cost_table, write_
 from shaver.training import fit
 
 METHODS = ("map", "spam")
-#: Chosen on validation splits of the training data. With a few hundred samples, moving the weights at each update of δ
-#: (shrink) empties a network before it has learned, and a longer time with δ frozen keeps more of its accuracy.
-SPAM = {"shrink": 0.0, "freeze": 0.5}
 #: Where the cost of the pruned network is shown.
 SHOWN_SPARSITY = 0.95
 
@@ -131,7 +128,6 @@ def run_job(job: Job, report: Report) -> Result:
         epochs=job.epochs,
         lr=job.task.lr,
         batch_size=job.task.batch_size,
-        spam=SPAM if job.method == "spam" else None,
         seed=job.seed,
         logger=logger,
     )
@@ -198,7 +194,6 @@ def _configuration(
         "seeds": list(range(seed, seed + repeats)),
         "epochs": {task.data: epochs or task.epochs for task in TASKS},
         "methods": list(METHODS),
-        "spam": SPAM,
         "criteria": criteria.names(),
         "sparsities": list(SPARSITIES),
         "tasks": [asdict(task) for task in TASKS],
