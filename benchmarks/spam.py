@@ -48,9 +48,7 @@ EXPERIMENTS = {
 }
 
 
-def run_cell(
-    name: str, method: str, label: str, spam: dict[str, Any], seed: int, split: str, scale: float
-) -> list:
+def run_cell(name: str, method: str, label: str, spam: dict[str, Any], seed: int, split: str, scale: float) -> list:
     import torch
 
     import shaver
