@@ -189,7 +189,7 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     trainings = list(dict.fromkeys(row["settings"] for row in rows))
     plt.rcParams.update({"font.size": 9, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False})
     plot, axes = plt.subplots(1, len(names), figsize=(3.1 * len(names), 3.0), squeeze=False, layout="constrained")
-    colours = ["#888888", *(plt.get_cmap("viridis")(i / max(1, len(trainings) - 1)) for i in range(len(trainings)))]
+    colours = ["#999999", "#000000", *plt.get_cmap("tab10").colors]
     for axis, name in zip(axes[0], names, strict=True):
         for colour, training in zip(colours, trainings, strict=False):
             curve = []
@@ -202,7 +202,14 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
                 ]
                 if values:
                     curve.append((1 - sparsity, statistics.mean(values)))
-            axis.plot(*zip(*curve, strict=True), "o-", ms=3, lw=1.4, color=colour, label=training)
+            axis.plot(
+                *zip(*curve, strict=True),
+                "o-",
+                ms=3,
+                color=colour,
+                label=training,
+                lw=2.2 if training == "SpaM" else 1.2,
+            )
         dense = max(100 * row["accuracy"] for row in rows if row["experiment"] == name)
         axis.set(xscale="log", title=name, xlabel="share of weights kept", ylim=(dense - 12, dense + 1))
         axis.set_xticks([1, 0.1, 0.05, 0.02, 0.01], ["1", "0.1", ".05", ".02", ".01"])

@@ -124,6 +124,7 @@ class _Estimation:
         self.planned_for = 0
         self.diagonals: dict[str, Tensor] = {}
         self.factors: dict[str, _Factors] = {}
+        self._gradient_factors: dict[tuple[int, ...], Tensor] = {}
         self.log_likelihood = 0.0
         self.seen = self.used = 0
 
@@ -216,6 +217,7 @@ class _Estimation:
                 if edges
             ]  # gradients at the layers' outputs; weight gradients are never computed
             columns_of = [dict(plan.uses(calls, [_row(g) for g in grads], size)) for grads in passes]
+            self._gradient_factors.clear()
             for name in columns_of[0] if columns_of else ():
                 self._accumulate(name, [uses[name] for uses in columns_of], index, first=number == 0)
         del outputs, calls, edges
@@ -240,7 +242,7 @@ class _Estimation:
         if not (self.structure == "kron" and isinstance(use, Outer | Shift) and _dimension(use) <= FACTOR_LIMIT):
             self._add_diagonal(name, joint_square_sum(uses), index)
             return
-        gradient = torch.stack([u.gradient_factor(self.reduce) for u in uses if isinstance(u, Outer | Shift)]).sum(0)
+        gradient = self._gradient_factor([u for u in uses if isinstance(u, Outer | Shift)])
         sums = [gradient]
         if first:  # further output gradients of the same samples share their inputs
             inputs, count = use.input_factor(self.reduce)
@@ -248,13 +250,21 @@ class _Estimation:
         if not all(bool(torch.isfinite(s.sum())) for s in sums):
             raise _not_finite(name, index)
         if name not in self.factors:
-            self.factors[name] = _Factors(inputs, gradient, count, isinstance(use, Outer) and use.transposed)
+            self.factors[name] = _Factors(inputs, gradient.clone(), count, isinstance(use, Outer) and use.transposed)
             return
         known = self.factors[name]
         known.G += gradient
         if first:
             known.A += inputs
             known.count += count
+
+    def _gradient_factor(self, uses: list[Outer | Shift]) -> Tensor:
+        """G over the output gradients at hand; a layer's weight and bias have the same one, computed once."""
+        key = tuple(id(use.grads) for use in uses)
+        if key not in self._gradient_factors:
+            parts = [use.gradient_factor(self.reduce) for use in uses]
+            self._gradient_factors[key] = torch.stack(parts).sum(0)
+        return self._gradient_factors[key]
 
     def _add_diagonal(self, name: str, squares: Tensor, index: int) -> None:
         if not bool(torch.isfinite(squares.sum())):
