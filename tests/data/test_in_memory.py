@@ -176,7 +176,7 @@ def test_iterating_over_a_data_set_ends():
 
 
 def test_ignored_labels_are_welcome():
-    InMemory(torch.zeros(2, 1), torch.tensor([-100, 1]), classes=2)
+    assert len(InMemory(torch.zeros(2, 1), torch.tensor([-100, 1]), classes=2)) == 2
 
 
 def test_large_finite_values_are_no_infinity():

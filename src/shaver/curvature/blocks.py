@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half-precision values as float32, in which curvature is accumulated; all others as they are."""
+    return values.float() if values.is_floating_point() and values.element_size() < 4 else values
+
+
 @dataclass
 class DiagonalBlock:
     """The diagonal of H for one parameter: one number a weight, summed over the data.

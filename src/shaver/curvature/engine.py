@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets, batch_size_of, targets_of
-from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
+from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock, at_least_float32
 from shaver.curvature.capture import Functional, recording, take, undisturbed
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.plan import Plan
@@ -291,7 +291,9 @@ class _Estimation:
                 rules[name] = f"kronecker: {labels[name]}"
             else:
                 values = self.diagonals.get(name)
-                blocks[name] = DiagonalBlock(torch.zeros_like(_wide(parameter)) if values is None else values)
+                blocks[name] = DiagonalBlock(
+                    torch.zeros_like(at_least_float32(parameter.detach())) if values is None else values
+                )
                 if self.structure == "kron":
                     rules[name] = f"diagonal: {labels[name]}"
             if share != 1.0:
@@ -312,11 +314,6 @@ class _Factors:
 def _dimension(use: Outer | Shift) -> int:
     outputs = use.grads.shape[2] // use.groups
     return max(outputs, torch.Size(use.shape).numel() // use.grads.shape[2]) if isinstance(use, Outer) else outputs
-
-
-def _wide(parameter: Tensor) -> Tensor:
-    detached = parameter.detach()
-    return detached.float() if detached.element_size() < 4 else detached
 
 
 def _row(grad: Tensor | None) -> Tensor | None:

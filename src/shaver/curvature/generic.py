@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shaver.curvature.blocks import at_least_float32
 from shaver.curvature.capture import Functional, split_samples, take
 
 
@@ -33,7 +34,7 @@ class GenericRule:
             cotangents: Output gradients, ``(K, B, …)``.
         """
         columns, count = cotangents.shape[:2]
-        wide = {name: w.detach().float() if w.element_size() < 4 else w.detach() for name, w in weights.items()}
+        wide = {name: at_least_float32(w.detach()) for name, w in weights.items()}
         totals = {name: torch.zeros_like(w) for name, w in wide.items()}
         sample = 2 * columns * sum(w.numel() * w.element_size() for w in wide.values())
         step = max(1, min(count, self.budget // max(sample, 1)))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import outputs_in
-from shaver.curvature.blocks import Curvature, DiagonalBlock
+from shaver.curvature.blocks import Curvature, DiagonalBlock, at_least_float32
 from shaver.curvature.capture import Call, Functional, copier, functional_linears, undisturbed, watch
 from shaver.curvature.engine import MEMORY_BUDGET
 from shaver.curvature.generic import GenericRule
@@ -326,8 +326,7 @@ class OnlineCurvature:
         share = (1 - self.decay) * self.data_size / self._count / (factor**2 if self.source == "ef" else 1.0)
         for name, parameter in self.wanted.items():
             if name not in self.average:
-                wide = parameter.detach().float() if parameter.element_size() < 4 else parameter.detach()
-                self.average[name] = torch.zeros_like(wide)
+                self.average[name] = torch.zeros_like(at_least_float32(parameter.detach()))
             self.average[name].mul_(self.decay)
             if name in self._sums:
                 self.average[name].add_(self._sums[name], alpha=share)

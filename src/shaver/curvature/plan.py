@@ -6,9 +6,9 @@ Plans are made by :mod:`shaver.curvature.planning`.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
+from shaver.curvature.blocks import at_least_float32
 from shaver.curvature.capture import Call, Copies
 from shaver.curvature.rules import Rule
 from shaver.curvature.uses import Dense, Use, merge
@@ -77,7 +77,7 @@ class Plan:
             if grad is None:
                 continue
             if call.parameter is not None:
-                use = Dense(wide(grad).reshape(len(grad), batch, *call.inputs.shape))
+                use = Dense(at_least_float32(grad).reshape(len(grad), batch, *call.inputs.shape))
                 found.setdefault(raw[call.name, call.parameter], []).append(use)
                 continue
             keys = [key for key in self.choices if key[0] == call.name]
@@ -153,9 +153,4 @@ def arranged(call: Call, grad: Tensor, layout: str, count: int) -> tuple[Tensor,
     else:
         inputs = inputs.reshape(-1, count, *inputs.shape[1:]).transpose(0, 1)
         grads = grads.reshape(len(grads), -1, count, *grads.shape[2:]).transpose(1, 2)
-    return wide(inputs), wide(grads)
-
-
-def wide(values: Tensor) -> Tensor:
-    """At least single precision."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    return at_least_float32(inputs), at_least_float32(grads)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, batch_size_of
+from shaver.curvature.blocks import at_least_float32
 from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Functional, recording, take
 from shaver.curvature.generic import vmapped_gradients
-from shaver.curvature.plan import LAYOUTS, Choice, Plan, arranged, wide
+from shaver.curvature.plan import LAYOUTS, Choice, Plan, arranged
 from shaver.curvature.rules import linear, rules_for
 from shaver.curvature.uses import Use, merge
 
@@ -232,7 +233,7 @@ def _close(found: Tensor, expected: Tensor, floor: float) -> bool:
 
 
 def _rms(values: Tensor) -> Tensor:
-    return wide(values).square().mean().sqrt()
+    return at_least_float32(values).square().mean().sqrt()
 
 
 def _without_inner(calls: list[Call]) -> list[Call]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
+from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock, at_least_float32
 from shaver.priors import Axes, Layout
 
 
@@ -162,11 +162,6 @@ def make_bases(curvature: Curvature, temperature: float = 1.0) -> dict[str, Basi
     if not temperature > 0:
         raise ValueError(f"the temperature must be positive, not {temperature!r}; 1 counts the data once.")
     return {name: make_basis(name, block, temperature) for name, block in curvature}
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Half precision is for networks; precisions and curvatures span too many orders of magnitude for it."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 _Eigen = tuple[Tensor, Tensor]

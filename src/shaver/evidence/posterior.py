@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shaver import io
-from shaver.curvature.blocks import Curvature
-from shaver.evidence.basis import Basis, at_least_float32, make_bases
+from shaver.curvature.blocks import Curvature, at_least_float32
+from shaver.evidence.basis import Basis, make_bases
 from shaver.priors import Prior, broadcasts
 
 #: A precision for every weight: one number, a number or tensor for each parameter, or a prior.
