@@ -1,0 +1,1 @@
+"""Other people's training loops: transformers, Lightning, several processes."""
