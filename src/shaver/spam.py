@@ -151,6 +151,8 @@ class SpaM:
         self.prior = make_prior(prior, self.theta, init=settings.initial_precision, bounds=settings.bounds)
         self.steps = self.epochs = self.updates = 0
         self._outputs = 1
+        self._made_of: list[Tensor] = []
+        self._delta: dict[Tensor, Tensor] = {}
         self._curvature: Curvature | None = None
         self._watcher: OnlineCurvature | None = None
         if settings.online:
@@ -334,4 +336,8 @@ class SpaM:
         self._outputs = state["outputs"]
 
     def _delta_by_parameter(self) -> dict[Tensor, Tensor]:
-        return {p: self.prior.delta_of(name) for name, p in self.theta.items()}
+        """δ of each parameter, made anew when the prior's numbers have been replaced."""
+        values = [factor.values for factor in self.prior.factors]
+        if len(values) != len(self._made_of) or any(a is not b for a, b in zip(values, self._made_of, strict=True)):
+            self._made_of, self._delta = values, {p: self.prior.delta_of(name) for name, p in self.theta.items()}
+        return self._delta

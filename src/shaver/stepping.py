@@ -28,12 +28,17 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
         weights = [p for p in group["params"] if p in delta and p.grad is not None]
         if not weights:
             continue
+        precisions = [delta[p] for p in weights]
         steps = [effective_step(optimizer, group, p) for p in weights]
-        factors = [delta[p] * (step * strength) for p, step in zip(weights, steps, strict=True)]
+        if any(isinstance(step, Tensor) for step in steps):
+            factors = [d * (step * strength) for d, step in zip(precisions, steps, strict=True)]
+        else:  # one step size for the whole group
+            factors = list(torch._foreach_mul(precisions, steps[0] * strength))
         torch._foreach_add_(factors, 1.0)
         torch._foreach_reciprocal_(factors)
-        for p, factor in zip(weights, factors, strict=True):
-            p.mul_(F.threshold(factor, NEGLIGIBLE, 0.0, inplace=True).to(p.dtype))
+        for factor in factors:
+            F.threshold(factor, NEGLIGIBLE, 0.0, inplace=True)
+        torch._foreach_mul_(weights, factors)
 
 
 def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | Tensor:
