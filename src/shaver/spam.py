@@ -4,14 +4,16 @@ The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ; δ follows the evid
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from shaver.closures import Attachment, Objective
 from shaver.curvature.blocks import Curvature
 from shaver.curvature.engine import STRUCTURES, estimate
 from shaver.curvature.online import OnlineCurvature
@@ -151,6 +153,7 @@ class SpaM:
         self.prior = make_prior(prior, self.theta, init=settings.initial_precision, bounds=settings.bounds)
         self.steps = self.epochs = self.updates = 0
         self._outputs = 1
+        self._attached: dict[int, Attachment] = {}
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
         self._curvature: Curvature | None = None
@@ -169,32 +172,74 @@ class SpaM:
 
     # In the loop -----------------------------------------------------------------------------------------------
 
-    def step(self, *optimizers: Optimizer, scaler: Any = None) -> None:
+    def step(self, *optimizers: Optimizer, scaler: Any = None, closure: Callable[[], Any] | None = None) -> Any:
         """``optimizer.step()`` with the prior, and, now and then, an update of δ.
 
         Args:
             optimizers: The optimizer, or several that share the model's parameters.
             scaler: A ``torch.amp.GradScaler``: ``scaler.step(optimizer)`` is called instead; call
                 ``scaler.update()`` afterwards as always.
+            closure: For one optimizer that evaluates the loss itself, such as L-BFGS: ``optimizer.step(closure)`` is
+                called, and what it returns is returned. L-BFGS minimises the loss with the prior in it.
         """
         if not optimizers:
             raise TypeError("spam.step(optimizer) needs the optimizer whose step it takes.")
-        weight = 1.0
-        if self._watcher is not None:
-            scaled = scaler is not None and scaler.is_enabled()
-            self._watcher.step(float(scaler.get_scale()) if scaled else None)
-            weight = self._watcher.weight
-        strength = weight * self.settings.temperature / self.data_size
+        if any(id(optimizer) in self._attached for optimizer in optimizers):
+            raise RuntimeError("spam is attached to this optimizer: call optimizer.step() itself, not spam.step.")
+        if closure is not None:
+            if len(optimizers) > 1 or scaler is not None:
+                raise TypeError("closure= goes with one optimizer and without a scaler.")
+            objective = Objective(self, optimizers[0], closure)
+            result = optimizers[0].step(objective)
+            objective.finish()
+            return result
+        if needs := [type(o).__name__ for o in optimizers if isinstance(o, LBFGS)]:
+            raise TypeError(f"{needs[0]} evaluates the loss itself: spam.step(optimizer, closure=closure).")
+        scaled = scaler is not None and scaler.is_enabled()
+        strength = self.observe(float(scaler.get_scale()) if scaled else None)
         for optimizer in optimizers:
             if not self.settings.proximal:
-                if scaler is not None and scaler.is_enabled():
+                if scaled:
                     unscale(optimizer, scaler)
-                add_prior_gradient(optimizer, self._delta_by_parameter(), strength)
+                add_prior_gradient(optimizer, self.delta_by_parameter(), strength)
             if take_step(optimizer, scaler) and self.settings.proximal:
-                apply_prior(optimizer, self._delta_by_parameter(), strength)
+                apply_prior(optimizer, self.delta_by_parameter(), strength)
+        self.advance(*optimizers)
+        return None
+
+    def attach(self, *optimizers: Optimizer, scale: Callable[[], float | None] = lambda: None) -> None:
+        """From now on ``optimizer.step()`` is ``spam.step(optimizer)``, whoever calls it, until :meth:`close`.
+
+        For trainers that step the optimizer themselves, with a closure or without.
+
+        Args:
+            optimizers: Each one's step counts as a step.
+            scale: Asked at every step: the loss scale of mixed precision, or None.
+        """
+        for optimizer in optimizers:
+            if id(optimizer) not in self._attached:
+                self._attached[id(optimizer)] = Attachment(self, optimizer, scale)
+
+    def observe(self, scale: float | None = None) -> float:
+        """The gradients of a step are there: take in what they show. Returns what a unit of δ counts in the loss."""
+        weight = 1.0
+        if self._watcher is not None:
+            self._watcher.step(scale)
+            weight = self._watcher.weight
+        return weight * self.settings.temperature / self.data_size
+
+    def unobserved(self) -> AbstractContextManager[None]:
+        """Passes of the model inside the block are not looked at."""
+        return nullcontext() if self._watcher is None else self._watcher.paused()
+
+    def advance(self, *optimizers: Optimizer) -> None:
+        """A step has been taken: count it, and update δ if it is time."""
         self.steps += 1
         if self._watcher is not None and self._due():
             self._update(self._watcher.curvature())
+            for optimizer in optimizers:
+                if isinstance(optimizer, LBFGS):  # what it remembers belongs to another objective now
+                    optimizer.state.clear()
 
     def end_epoch(self, batches: Iterable[Any], **reading: Any) -> None:
         """By epochs: estimate H over ``batches`` and update δ, when the epoch is one to do so. Online: nothing.
@@ -306,7 +351,10 @@ class SpaM:
         return found
 
     def close(self) -> None:
-        """Take every hook off the model. The posterior stays available."""
+        """Take every hook off the model and the optimizers. The posterior stays available."""
+        for attachment in self._attached.values():
+            attachment.remove()
+        self._attached.clear()
         if self._watcher is not None:
             self._watcher.close()
 
@@ -335,7 +383,7 @@ class SpaM:
         self.steps, self.epochs, self.updates = state["steps"], state["epochs"], state["updates"]
         self._outputs = state["outputs"]
 
-    def _delta_by_parameter(self) -> dict[Tensor, Tensor]:
+    def delta_by_parameter(self) -> dict[Tensor, Tensor]:
         """δ of each parameter, made anew when the prior's numbers have been replaced."""
         values = [factor.values for factor in self.prior.factors]
         if len(values) != len(self._made_of) or any(a is not b for a, b in zip(values, self._made_of, strict=True)):

@@ -133,7 +133,7 @@ class OnlineCurvature:
         try:
             yield
         except BaseException:
-            self._forget()
+            self.forget()
             raise
         self.step(scale)
 
@@ -154,15 +154,24 @@ class OnlineCurvature:
                     self._finish(seen)
             return bool(self._count) and self._merge(scale)
         finally:
-            self._forget()
+            self.forget()
 
-    def _forget(self) -> None:
-        """Drop the step's passes and sums."""
+    def forget(self) -> None:
+        """Drop the passes and sums of the step that is under way."""
         for seen in self._passes:
             seen.clear()
         self._passes, self._sums = [], {}
         self._count = self._weighed = 0
         self._weight = self._nll = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes of the model inside the block are not looked at."""
+        busy, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = busy
 
     def note(self, nll: float) -> None:
         """Tell the negative log likelihood of the pass just made, where it cannot be read off the gradient."""
@@ -192,7 +201,7 @@ class OnlineCurvature:
         for handle in [*self._handles, *self._layer_handles]:
             handle.remove()
         self._handles, self._layer_handles = [], []
-        self._forget()
+        self.forget()
 
     def state_dict(self) -> dict[str, object]:
         """Tensors and numbers that a resumed run needs."""

@@ -1,0 +1,104 @@
+"""Steps that somebody else takes: closures that an optimizer calls, and optimizers that a trainer calls."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from shaver.stepping import add_prior_gradient, apply_prior
+
+if TYPE_CHECKING:
+    from shaver.spam import SpaM
+
+
+def in_objective(spam: "SpaM", optimizer: Optimizer) -> bool:
+    """Whether the prior is part of what the optimizer minimises, instead of a proximal step after its own.
+
+    L-BFGS compares losses and gradients at several weights, so that a step it does not know of would be taken for a
+    property of the loss; and it bounds its own step, so that no δ is too large for it.
+    """
+    return not spam.settings.proximal or isinstance(optimizer, LBFGS)
+
+
+class Objective:
+    """A closure with the prior in it: the first evaluation of a step is looked at, and all of them carry the prior.
+
+    Args:
+        spam: Whose prior, and who looks.
+        optimizer: Who calls.
+        closure: Clears the gradients, computes the loss, calls ``backward`` and returns the loss.
+        scale: The loss scale of mixed precision, if there is one.
+    """
+
+    def __init__(
+        self, spam: "SpaM", optimizer: Optimizer, closure: Callable[[], Any], scale: float | None = None
+    ) -> None:
+        self._spam, self._optimizer, self._closure, self._scale = spam, optimizer, closure, scale
+        self._strength: float | None = None
+
+    def __call__(self) -> Any:
+        """The loss; with the prior's share where the prior is part of the objective."""
+        if self._strength is None:
+            loss = self._closure()
+            self._strength = self._spam.observe(self._scale)
+        else:  # a second look at the same samples would count them twice
+            with self._spam.unobserved():
+                loss = self._closure()
+        if not in_objective(self._spam, self._optimizer):
+            return loss
+        add_prior_gradient(self._optimizer, self._spam.delta_by_parameter(), self._strength)
+        return loss if loss is None else loss + self._penalty()
+
+    def finish(self) -> None:
+        """After the optimizer's step: the proximal step where there is one, and δ when it is due."""
+        if self._strength is None:
+            raise RuntimeError(f"{type(self._optimizer).__name__}.step did not call its closure.")
+        if not in_objective(self._spam, self._optimizer):
+            apply_prior(self._optimizer, self._spam.delta_by_parameter(), self._strength)
+        self._spam.advance(self._optimizer)
+
+    @torch.no_grad()
+    def _penalty(self) -> float:
+        """½ · strength · θᵀδθ of the weights that the optimizer moves."""
+        delta = self._spam.delta_by_parameter()
+        moved = [p for group in self._optimizer.param_groups for p in group["params"] if p in delta]
+        total = sum(float((delta[p] * p.square()).sum(dtype=torch.float64)) for p in moved)
+        assert self._strength is not None
+        return 0.5 * self._strength * total
+
+
+class Attachment:
+    """SpaM inside ``optimizer.step()``, for trainers that call it themselves; see :meth:`shaver.SpaM.attach`."""
+
+    def __init__(self, spam: "SpaM", optimizer: Optimizer, scale: Callable[[], float | None]) -> None:
+        self._spam, self._scale = spam, scale
+        self._step: Objective | float | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """The optimizer's steps are its own again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if given is not None:
+            self._step = Objective(self._spam, optimizer, given, self._scale())
+            return args[:1], {**kwargs, "closure": self._step}
+        self._step = self._spam.observe(self._scale())
+        if in_objective(self._spam, optimizer):
+            add_prior_gradient(optimizer, self._spam.delta_by_parameter(), self._step)
+        return None
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step, self._step = self._step, None
+        if isinstance(step, Objective):
+            step.finish()
+        elif step is not None:
+            if not in_objective(self._spam, optimizer):
+                apply_prior(optimizer, self._spam.delta_by_parameter(), step)
+            self._spam.advance(optimizer)
