@@ -1,0 +1,172 @@
+"""Scores of units: every criterion's scores of weights, summed over all that belongs to a unit, S(g) = Σ S(θ_p)."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.criteria import PosteriorLike, needs, prunable, score
+from shaver.pruning.ranking import Ranking
+from shaver.structure.groups import Group, Groups, Slice
+from shaver.structure.masking import mask_units
+
+#: Criteria that can score only weights that multiply an input; biases and norms then do not count.
+_WEIGHTS_ALONE = ("wanda",)
+
+
+def unit_scores(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """S(g) = Σ S(θ_p) over everything coupled to a unit, in float64: one number a unit for each group.
+
+    A sum of OPD scores is again the posterior's energy that removal costs. A unit's rows, its bias, its norm's scale
+    and shift, and the columns that read it all count; where a tensor both makes and reads a unit, the entry that does
+    both counts once. Parameters without scores count nothing.
+
+    Example:
+        >>> group = Group("fc", "hidden", 2, (Slice("weight", 0, torch.tensor([[0], [1]]), "makes"),))
+        >>> unit_scores(Groups({"fc": group}), {"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
+        {'fc': tensor([3., 7.], dtype=torch.float64)}
+
+    Args:
+        groups: Of the model.
+        scores: Of its weights, biases and norm parameters, shaped like them.
+
+    Raises:
+        ValueError: A group has no scored parameter at all.
+    """
+    totals = {}
+    for name, group in groups.items():
+        merged = _merged(group, scores)
+        if not merged:
+            owned = ", ".join(dict.fromkeys(s.tensor for s in group.slices))
+            raise ValueError(f"there are no scores for group {name!r}: none of {owned} was scored.")
+        total = torch.zeros(group.units, dtype=torch.float64)
+        for tensor, by_dim in merged.items():
+            values = scores[tensor].detach().double().cpu()
+            for dim, index in by_dim.items():
+                along = values.transpose(0, dim).flatten(1).sum(1) if values.ndim > 1 else values
+                total += along[index].sum(1)
+            for (one, rows), (two, columns) in combinations(by_dim.items(), 2):
+                total -= torch.stack([values.index_select(one, r).index_select(two, c).sum()
+                                      for r, c in zip(rows, columns, strict=True)])  # fmt: skip
+        totals[name] = total
+    return totals
+
+
+def score_units(
+    model: nn.Module,
+    groups: Groups,
+    criterion: str = "opd",
+    *,
+    posterior: PosteriorLike | None = None,
+    batches: Iterable[Any] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Score every unit of every group by a criterion, the lowest to be removed first.
+
+    Example:
+        >>> scores = score_units(model, groups, "opd", posterior=spam.posterior)    # doctest: +SKIP
+        >>> scores["conv1"].shape                                                   # doctest: +SKIP
+        torch.Size([6])
+
+    All coupled parameters count, biases and norms too. Wanda, which knows the inputs of weights alone, leaves those
+    out. SynFlow is iterated over units: the lowest fall, the flow through what is left is measured again, and the
+    score is the order of falling, see :func:`synflow_units`.
+
+    Args:
+        model: The network; left as found.
+        groups: Its groups.
+        criterion: Any of :func:`shaver.criteria.names`.
+        posterior: For OPD and OBD.
+        batches: For the criteria that need data.
+        **options: Further arguments of :func:`shaver.score`: ``likelihood``, ``seed``, ``forward``, ``example`` …
+    """
+    groups.check(model)
+    if criterion == "synflow":
+        return synflow_units(model, groups, batches=batches, **options)
+    owned = {piece.tensor for group in groups.values() for piece in group.slices}
+    weights = set(prunable(model)) if criterion in _WEIGHTS_ALONE else owned
+    trained_alone = "posterior" in needs(criterion)  # a posterior knows nothing of frozen parameters
+
+    def counts(name: str, parameter: nn.Parameter) -> bool:
+        return name in owned and name in weights and (parameter.requires_grad or not trained_alone)
+
+    return unit_scores(groups, score(model, criterion, posterior=posterior, batches=batches, rule=counts, **options))
+
+
+def synflow_units(
+    model: nn.Module,
+    groups: Groups,
+    *,
+    rounds: int = 20,
+    sparsity: float = 0.95,
+    spread: str = "uniform",
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Structured SynFlow: units fall round by round, and the flow is measured again through those that stand.
+
+    After round k the share (1 − ``sparsity``)^(k / rounds) of the units stands, of each group or of all together, and
+    at least one of each group, so that the flow is never cut.
+
+    Args:
+        model: The network; copied.
+        groups: Its groups.
+        rounds: How often to measure.
+        sparsity: Where the schedule ends.
+        spread: ``"uniform"`` takes the same share of each group in each round, ``"global"`` ranks all units together.
+        **options: ``batches=`` or ``example=`` for the shape of an input, and ``forward=``.
+
+    Returns:
+        The order of falling, from 0 for the first to nearly 1 for the last.
+    """
+    if rounds < 1 or not 0 <= sparsity < 1:
+        raise ValueError(f"synflow takes rounds ≥ 1 and 0 ≤ sparsity < 1, not rounds={rounds}, sparsity={sparsity}.")
+    network = copy.deepcopy(model)
+    owned = {piece.tensor for group in groups.values() for piece in group.slices}
+    options |= {"rule": lambda name, _: name in owned, "rounds": 1}
+    total = sum(group.units for group in groups.values())
+    kept = {name: torch.ones(group.units, dtype=torch.bool) for name, group in groups.items()}
+    falling: list[tuple[str, int]] = []
+    for k in range(1, rounds + 1):
+        flow = unit_scores(groups, score(network, "synflow", **options))
+        fallen_first = {name: values.masked_fill(~kept[name], -float("inf")) for name, values in flow.items()}
+        ranking = Ranking(fallen_first, scope="layer" if spread == "uniform" else "global", minimum=1)
+        standing = (1 - sparsity) ** (k / rounds)
+        count = min(round(total * (1 - standing)), round(ranking.limit * total))
+        left = {name: mask & kept[name] for name, mask in ranking.removing(count).items()}
+        falling += _by_flow(flow, {name: kept[name] & ~left[name] for name in groups})
+        kept = left
+        mask_units(network, groups, kept).apply_(network)
+    falling += _by_flow(flow, kept)
+    order = {name: torch.zeros(group.units, dtype=torch.float64) for name, group in groups.items()}
+    for place, (name, unit) in enumerate(falling):
+        order[name][unit] = place / total
+    return order
+
+
+def _by_flow(flow: Mapping[str, Tensor], units: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    """These units of all groups, the one with the least flow first."""
+    found = [(name, unit) for name, mask in units.items() for unit in mask.nonzero().flatten().tolist()]
+    return sorted(found, key=lambda at: float(flow[at[0]][at[1]]))
+
+
+def _merged(group: Group, scores: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+    """Tensor → dimension → positions of each unit, for the parameters that have scores; no position twice."""
+    merged: dict[str, dict[int, Tensor]] = {}
+    for piece in group.slices:
+        if piece.tensor in scores:
+            by_dim = merged.setdefault(piece.tensor, {})
+            dim = piece.dim % scores[piece.tensor].ndim
+            by_dim[dim] = _union(by_dim[dim], piece) if dim in by_dim else piece.index.cpu()
+    return merged
+
+
+def _union(index: Tensor, piece: Slice) -> Tensor:
+    if torch.equal(index, piece.index.cpu()):
+        return index
+    rows = [torch.unique(torch.cat(pair)) for pair in zip(index, piece.index.cpu(), strict=True)]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(f"two slices of {piece.tensor!r} overlap for some units and not for others.")
+    return torch.stack(rows)

@@ -1,0 +1,89 @@
+"""What a network without some units costs: its parameters, its FLOPs or its latency, as a function of the widths."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shaver.measure import flops, latency
+from shaver.measure.example import Example, samples_of
+from shaver.naming import check_name
+from shaver.structure.groups import Groups, remaining
+
+#: What a sparsity can be a share of.
+TARGETS = ("units", "parameters", "flops", "latency")
+
+#: Group → which of its units stay.
+Kept = Mapping[str, Tensor]
+
+
+class Costs:
+    """The cost of the network that is left when only some units are kept; each set of widths is measured once.
+
+    Parameters are counted from the shapes that remain. FLOPs are counted, and latency is measured, on a compact copy:
+    on one thread, at the example's batch size, the median of up to 20 calls.
+
+    Args:
+        model: The network; copied for each measurement, never changed.
+        groups: Its groups.
+        target: ``"parameters"``, ``"flops"`` or ``"latency"``.
+        example: An input, for the last two.
+
+    Raises:
+        ValueError: The target is unknown, or needs an example.
+    """
+
+    def __init__(self, model: nn.Module, groups: Groups, target: str, example: Example | None = None) -> None:
+        self.target = check_name("target", target, TARGETS[1:])
+        if target != "parameters" and example is None:
+            raise ValueError(f"target={target!r} is measured on an input: pass example=….")
+        self._model, self._groups, self._example = model, groups, example
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def __call__(self, kept: Kept) -> float:
+        """The cost when these units are kept; groups that are absent stay whole."""
+        widths = tuple(int(kept[name].sum()) if name in kept else group.units for name, group in self._groups.items())
+        if widths not in self._known:
+            self._known[widths] = self._measure(kept)
+        return self._known[widths]
+
+    @property
+    def dense(self) -> float:
+        """The cost of the network as it is."""
+        return self({})
+
+    def price(self, name: str) -> float:
+        """What one unit of a group costs: what the network saves without its first, all other groups whole."""
+        keep = torch.ones(self._groups[name].units, dtype=torch.bool)
+        if len(keep) == 1:
+            return self.dense
+        keep[0] = False
+        return self.dense - self({name: keep})
+
+    def _measure(self, kept: Kept) -> float:
+        if self.target == "parameters":
+            return parameters_left(self._model, self._groups, kept)
+        assert self._example is not None
+        network = self._model
+        if any(not bool(keep.all()) for keep in kept.values()):
+            from shaver.structure.compaction import remove_units
+
+            network = remove_units(self._model, self._groups, kept, self._example).model
+        if self.target == "flops":
+            return flops(network, self._example).dense
+        return latency(network, self._example, batch_size=samples_of(self._example), repeats=20, seconds=1.0).median
+
+
+def parameters_left(model: nn.Module, groups: Groups, kept: Kept) -> int:
+    """How many parameters the compact network has; one that several layers share counts once."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sizes = {name: tensor.shape for name, tensor in [*parameters.items(), *model.named_buffers()]}
+    staying = remaining(groups, kept, sizes)
+    left: dict[int, int] = {}
+    for name, parameter in parameters.items():
+        shape = list(parameter.shape)
+        for dim, positions in staying.get(name, {}).items():
+            shape[dim] = len(positions)
+        size = torch.Size(shape).numel()
+        left[id(parameter)] = min(size, left.get(id(parameter), size))  # the groups may know one name of a tied weight
+    return sum(left.values())
