@@ -64,23 +64,48 @@ class Copies:
         )
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A module whose input has no samples, such as position embeddings: all samples share what it returns.
+
+    Its output is handed on with one copy a sample, a view, so that the gradient that reaches it is each sample's own.
+
+    Attributes:
+        ndim: Dimensions of the input that are shared by all samples. An input with others is left alone.
+        ones: 0 where the input's first dimension is a one that stands for the samples, 1 where there is none.
+    """
+
+    ndim: int
+    ones: int
+
+    def fits(self, inputs: Tensor) -> bool:
+        """Whether this call is one without samples."""
+        return inputs.ndim == self.ndim and (self.ones == 1 or inputs.shape[0] == 1)
+
+    def expand(self, values: Tensor, count: int) -> Tensor:
+        """A view with one copy a sample in front."""
+        return values.expand(count, *values.shape[1 - self.ones :])
+
+
 @contextmanager
 def recording(
     modules: Mapping[str, nn.Module],
     copies: Sequence[Copies] = (),
     count: int = 0,
     linears: Mapping[str, Tensor] | None = None,
+    spread: Mapping[str, Spread] | None = None,
 ) -> Iterator[list[Call]]:
     """Record the calls of ``modules`` made inside the block, in order. The hooks are gone afterwards.
 
     Args:
         modules: Name → module.
         copies: Raw parameters to give one copy a sample.
-        count: The number of samples, for ``copies``.
+        count: The number of samples, for ``copies`` and ``spread``.
         linears: Weights whose use in ``F.linear`` outside a layer of their own is recorded too.
+        spread: Name → how, for those of ``modules`` whose input has no samples.
     """
     calls: list[Call] = []
-    handles = watch(modules, copies, calls.append, lambda: count)
+    handles = watch(modules, copies, calls.append, lambda: count, spread or {})
     try:
         with functional_linears(linears or {}, calls.append):
             yield calls
@@ -134,9 +159,13 @@ def watch(
     copies: Sequence[Copies],
     keep: Callable[[Call], None],
     count: Callable[[], int],
+    spread: Mapping[str, Spread],
 ) -> list[RemovableHandle]:
     """Register the hooks behind :func:`recording`; ``count`` is asked at every call, 0 turns copies off."""
-    handles = [module.register_forward_hook(recorder(name, keep), with_kwargs=True) for name, module in modules.items()]
+    handles = []
+    for name, module in modules.items():
+        hook = spreader(name, spread[name], keep, count) if name in spread else recorder(name, keep)
+        handles.append(module.register_forward_hook(hook, with_kwargs=True))
     for raw in copies:
         handles.append(raw.module.register_forward_pre_hook(copier(raw, keep, count)))
         handles.append(raw.module.register_forward_hook(_restorer(raw), always_call=True))
@@ -168,11 +197,33 @@ def recorder(name: str, keep: Callable[[Call], None]) -> Callable[..., None]:
     """A forward hook that hands every call with a gradient to ``keep``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        inputs = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        inputs = _first_tensor(args, kwargs)
         if isinstance(output, Tensor) and output.requires_grad and inputs is not None:
             keep(Call(name, module, inputs.detach(), get_gradient_edge(output), output.numel()))
 
     return hook
+
+
+def spreader(
+    name: str, how: Spread, keep: Callable[[Call], None], count: Callable[[], int]
+) -> Callable[..., Tensor | None]:
+    """The same for a module whose input has no samples: input and output are given one copy a sample."""
+    record = recorder(name, keep)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+        inputs, samples = _first_tensor(args, kwargs), count()
+        if not samples or inputs is None or not isinstance(output, Tensor) or not how.fits(inputs):
+            record(module, args, kwargs, output)
+            return None
+        spread = how.expand(output, samples)
+        record(module, (how.expand(inputs, samples),), {}, spread)
+        return spread
+
+    return hook
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
 
 
 @contextmanager

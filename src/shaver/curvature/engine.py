@@ -200,7 +200,7 @@ class _Estimation:
     def _add_piece(self, batch: Any, size: int, columns: int, index: int) -> None:
         plan = self.plan
         assert plan is not None
-        with recording(plan.modules, list(plan.copies.values()), size, plan.linears) as calls:
+        with recording(plan.modules, list(plan.copies.values()), size, plan.linears, plan.spread) as calls:
             outputs = self.function(batch)
         check_outputs(outputs, size)
         cotangents = self._cotangents(outputs, batch, index).to(outputs.dtype)

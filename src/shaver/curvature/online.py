@@ -259,7 +259,8 @@ class OnlineCurvature:
         self.rules = self.plan.labels()
         for handle in self._layer_handles:
             handle.remove()
-        self._layer_handles = watch(self.plan.modules, list(self.plan.copies.values()), self._keep, self._samples)
+        copies = list(self.plan.copies.values())
+        self._layer_handles = watch(self.plan.modules, copies, self._keep, self._samples, self.plan.spread)
         self._handles.pop().remove()  # the model may be a layer itself: what ends its pass comes last
         self._handles.append(self.model.register_forward_hook(self._after_hook, with_kwargs=True))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from shaver.curvature.blocks import at_least_float32
-from shaver.curvature.capture import Call, Copies
+from shaver.curvature.capture import Call, Copies, Spread
 from shaver.curvature.rules import Rule
 from shaver.curvature.uses import Dense, Use, merge
 
@@ -41,6 +41,7 @@ class Plan:
         choices: (module name, parameter's own name in it, parameter name in the model) → choice.
         copies: Raw parameters that are given one copy a sample: parameter name → how.
         linears: Weights that are used by ``F.linear`` outside a layer of their own.
+        spread: Modules whose input has no samples: module name → how they are given one copy a sample.
         generic: Parameters left to the generic rule, with the reason.
         idle: Parameters no gradient reached in the check; looked at again in every batch.
         rows: Module name → rows a sample that a folded layout had in the check. Another number might mean that the
@@ -54,6 +55,7 @@ class Plan:
     choices: dict[tuple[str, str, str], Choice] = field(default_factory=dict)
     copies: dict[str, Copies] = field(default_factory=dict)
     linears: dict[str, Tensor] = field(default_factory=dict)
+    spread: dict[str, Spread] = field(default_factory=dict)
     generic: dict[str, str] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     rows: dict[str, set[int]] = field(default_factory=dict)
@@ -126,8 +128,9 @@ class Plan:
     def labels(self) -> dict[str, str]:
         """Parameter → rule, in words."""
         words: dict[str, list[str]] = {}
-        for (_, _, name), choice in self.choices.items():
+        for (module, _, name), choice in self.choices.items():
             place = "" if choice.layout == "first" else f" ({choice.layout})"
+            place = " (one copy a sample)" if module in self.spread else place
             words.setdefault(name, []).append(choice.label + place)
         labels = {name: " + ".join(parts) for name, parts in words.items()}
         labels |= dict.fromkeys(self.copies, "one copy a sample")

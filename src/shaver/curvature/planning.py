@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shaver.batches import Forward, batch_size_of
 from shaver.curvature.blocks import at_least_float32
-from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Functional, recording, take
+from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Functional, Spread, recording, take
 from shaver.curvature.generic import vmapped_gradients
 from shaver.curvature.plan import LAYOUTS, Choice, Plan, arranged
 from shaver.curvature.rules import linear, rules_for
@@ -41,6 +41,12 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
             for (module, own), choice in zip(called, choices, strict=True):
                 plan.choices[module, own, name] = choice
             continue
+        if len(called) == 1 and called[0][0] in probe.modules:
+            module, own = called[0]
+            found = probe.fitting_spread(module, own, expected)
+            if found is not None:
+                plan.choices[module, own, name], plan.spread[module] = found
+                continue
         real = [(m, own) for m, own in places if not m.startswith(FUNCTIONAL)]
         if not called and len(real) == 1:
             copies = probe.fitting_copies(*real[0], expected)
@@ -108,16 +114,12 @@ class _Probe:
             for module, _ in called
         ]
         for choices in itertools.islice(itertools.product(*options), 256):
-            parts: list[Use] = []
-            try:
-                for (module, own), choice in zip(called, choices, strict=True):
-                    for call, grad in self.passed[module]:
-                        given = arranged(call, grad, choice.layout, self.count)
-                        parts.append(choice.rule(call.module, *given)[own])
-                found = merge(parts).per_sample(0, self.count)[0]
-            except (RuntimeError, ValueError, IndexError, KeyError, StopIteration, AttributeError, TypeError):
-                continue  # the shapes do not fit this layout or rule
-            if self._agree(found, expected):
+            parts = [
+                (choice, own, call, grad)
+                for (module, own), choice in zip(called, choices, strict=True)
+                for call, grad in self.passed[module]
+            ]
+            if self._agree_by(parts, expected):
                 return list(choices)
         return None
 
@@ -138,6 +140,40 @@ class _Probe:
             if found is not None and self._agree(found.reshape(expected.shape), expected):
                 return copies
         return None
+
+    def fitting_spread(self, module: str, own: str, expected: Tensor) -> tuple[Choice, Spread] | None:
+        """A rule for a module that is called without samples, and how to give its output one copy a sample."""
+        shapes = {call.inputs.shape for call, _ in self.passed[module]}
+        for ones in (0, 1):
+            how = Spread(len(next(iter(shapes))), ones)
+            if len(shapes) > 1 or not how.fits(self.passed[module][0][0].inputs):
+                continue
+            try:
+                with recording({module: self.modules[module]}, count=self.count, spread={module: how}) as calls:
+                    again = self.function.at(self.weights, self.batch)
+                if not _close(again.detach(), self.outputs, 0.0):
+                    continue
+                edges = [call.edge for call in calls]
+                grads = torch.autograd.grad(again, edges, self.direction, allow_unused=True)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                continue  # what follows does not broadcast over samples
+            arrived = [(call, grad.unsqueeze(0)) for call, grad in zip(calls, grads, strict=True) if grad is not None]
+            for label, rule in self.candidates[module]:
+                choice = Choice(label, rule, "first")
+                if self._agree_by([(choice, own, call, grad) for call, grad in arrived], expected):
+                    return choice, how
+        return None
+
+    def _agree_by(self, parts: list[tuple[Choice, str, Call, Tensor]], expected: Tensor) -> bool:
+        """Whether the sum of some uses, each by its rule, is autograd's gradient."""
+        uses: list[Use] = []
+        try:
+            for choice, own, call, grad in parts:
+                uses.append(choice.rule(call.module, *arranged(call, grad, choice.layout, self.count))[own])
+            found = merge(uses).per_sample(0, self.count)[0]
+        except (RuntimeError, ValueError, IndexError, KeyError, StopIteration, AttributeError, TypeError):
+            return False  # the shapes do not fit this layout or rule
+        return self._agree(found, expected)
 
     def vmap_agrees(self, name: str, expected: Tensor) -> bool:
         """Whether the generic rule's vmap gives the per-sample gradients, for one output gradient and for two."""
@@ -161,7 +197,8 @@ class _Probe:
         plan.modules = {name: module for name, module in self.modules.items() if name in used}
         kept = [call for call in self.calls if call.name in used]
         copied = sum(self.weights[name].numel() for name in plan.copies)
-        plan.outputs = sum(call.numel for call in kept) // self.count + copied
+        spread = sum(call.numel for call in kept if call.name in plan.spread)  # without samples in the check
+        plan.outputs = (sum(call.numel for call in kept) - spread) // self.count + spread + copied
         plan.patches = max((_unfolded(call) for call in kept), default=0) // self.count
 
     def _agree(self, found: Tensor, expected: Tensor) -> bool:

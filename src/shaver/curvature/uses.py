@@ -178,7 +178,8 @@ class Rows:
     shape: torch.Size
     padding: int | None = None
 
-    def _masked(self) -> Tensor:
+    def masked(self) -> Tensor:
+        """The gradients, zero at the padding row."""
         if self.padding is None:
             return self.grads
         return self.grads * (self.index != self.padding).unsqueeze(-1)
@@ -188,13 +189,13 @@ class Rows:
         batch, rows = len(self.index), self.shape[0]
         key = self.index + rows * torch.arange(batch, device=self.index.device).unsqueeze(1)
         unique, inverse = torch.unique(key.flatten(), return_inverse=True)
-        grads = self._masked().flatten(1, 2)
+        grads = self.masked().flatten(1, 2)
         summed = grads.new_zeros(len(grads), len(unique), grads.shape[-1]).index_add_(1, inverse, grads)
         return grads.new_zeros(self.shape).index_add_(0, unique % rows, summed.square().sum(0))
 
     def per_sample(self, start: int, stop: int) -> Tensor:
         """One dense row table a sample."""
-        grads = self._masked()[:, start:stop]
+        grads = self.masked()[:, start:stop]
         table = grads.new_zeros(*grads.shape[:2], *self.shape)
         index = self.index[start:stop].unsqueeze(-1).expand(grads.shape)
         return table.scatter_add_(2, index, grads)
@@ -233,7 +234,49 @@ def merge(uses: Sequence[Use]) -> Use:
         return Shift(torch.cat([u.grads for u in uses if isinstance(u, Shift)], -1), first.groups)
     if isinstance(first, Dense) and all(isinstance(u, Dense) for u in uses):
         return Dense(torch.stack([u.grads for u in uses if isinstance(u, Dense)]).sum(0))
+    tables = [u for u in uses if isinstance(u, Rows)]
+    matrices = [u for u in uses if isinstance(u, Outer) and u.groups == 1 and not u.transposed and len(u.shape) == 2]
+    if tables and len(tables) + len(matrices) == len(uses):
+        index, grads = torch.cat([u.index for u in tables], 1), torch.cat([u.masked() for u in tables], 2)
+        table = Rows(index, grads, first.shape)  # type: ignore[attr-defined]
+        matrix = merge(matrices) if matrices else None
+        return Tied(table, matrix) if isinstance(matrix, Outer) else table
     return Several(list(uses))
+
+
+@dataclass
+class Tied:
+    """An embedding that is the output layer too: its rows are looked up, and it multiplies.
+
+    A vocabulary times a width is too large to be built for a sample: it is built for some rows of one sample at a
+    time, and what the look-up adds to those rows is added before the square.
+    """
+
+    table: Rows
+    matrix: Outer
+
+    def square_sum(self) -> Tensor:
+        """Σ (g_table + g_matrix)², a tile of rows of one sample at a time."""
+        columns, batch, rows, positions = self.matrix.grads.shape
+        width = self.matrix.shape[1]
+        total = self.matrix.grads.new_zeros(self.matrix.shape)
+        step = min(rows, max(1, TILE // (columns * (width + positions) * total.element_size())))
+        looked_up = self.table.masked()
+        for n in range(batch):
+            inputs = self.matrix.inputs(slice(n, n + 1))[0].t().contiguous()  # (T, I)
+            index, order = self.table.index[n].sort()
+            added = looked_up[:, n, order]
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                part = self.matrix.grads[:, n, start:stop] @ inputs  # (K, rows, I)
+                low, high = (int(torch.searchsorted(index, edge)) for edge in (start, stop))
+                part.index_add_(1, index[low:high] - start, added[:, low:high].to(part.dtype))
+                total[start:stop] += part.square_().sum(0) if columns > 1 else part.square_()[0]
+        return total
+
+    def per_sample(self, start: int, stop: int) -> Tensor:
+        """The sum of the two."""
+        return self.table.per_sample(start, stop) + self.matrix.per_sample(start, stop)
 
 
 @dataclass
