@@ -62,7 +62,7 @@ def test_auto_removes_what_does_not_pay_and_reports_exactly_what_that_does(probl
     X, y, delta, model, posterior = problem
     gain = evidence_gain(model, posterior, ["weight"])["weight"][0]
     theta = model.weight[0].detach().clone()
-    pruned = prune(model, None, "auto", posterior=posterior)
+    pruned = prune(model, None, "auto", posterior=posterior, budget=math.inf)
     kept = pruned.masks["weight"][0]
     assert torch.equal(kept, gain >= DEFAULT_NATS)
     assert 0 < int(kept.sum()) < D
@@ -80,10 +80,38 @@ def test_auto_removes_what_does_not_pay_and_reports_exactly_what_that_does(probl
 
 def test_the_threshold_is_an_option(problem):
     *_, model, posterior = problem
-    assert prune(model, None, "auto", posterior=posterior, nats=-1e9).achieved == 0
-    assert prune(model, None, "auto", posterior=posterior, nats=1e9).achieved == 1
+    assert prune(model, None, "auto", posterior=posterior, nats=-1e9, budget=math.inf).achieved == 0
+    assert prune(model, None, "auto", posterior=posterior, nats=1e9, budget=math.inf).achieved == 1
     with pytest.raises(ValueError, match="finite number"):
         prune(model, None, "auto", posterior=posterior, nats=float("nan"))
+
+
+def test_the_budget_is_spent_on_the_cheapest_weights_first_and_never_exceeded(problem):
+    X, y, delta, model, posterior = problem
+    theta = model.weight[0].detach().clone()
+    h = (X.T @ X / NOISE).diagonal()
+    rise = delta * theta**2 + 0.5 * h * theta**2
+    half_gamma = 0.5 * float((h / (h + delta)).sum())
+    cheapest = rise.sort()
+    for count in range(1, 5):
+        between = float(cheapest.values[: count + 1].sum() + cheapest.values[:count].sum()) / 2
+        with torch.no_grad():
+            model.weight.copy_(theta[None])
+        pruned = prune(model, None, "auto", posterior=posterior, nats=1e9, budget=between / half_gamma)
+        removed = (~pruned.masks["weight"][0]).nonzero().flatten().tolist()
+        assert removed == sorted(cheapest.indices[:count].tolist())
+        assert pruned.loss_rise == pytest.approx(float(cheapest.values[:count].sum()))
+    with pytest.raises(ValueError, match="at least 0, not -1"):
+        prune(model, None, "auto", posterior=posterior, budget=-1)
+
+
+def test_the_posterior_itself_raises_the_loss_by_half_its_effective_parameters(problem):
+    """The unit of the budget: E[loss(θ) − loss(mode)] over the posterior is ½Σγ for the part that is likelihood."""
+    X, y, delta, model, _ = problem
+    h = X.T @ X / NOISE
+    covariance = torch.linalg.inv(h + torch.diag(delta))
+    gamma = (h.diagonal() / (h.diagonal() + delta)).sum()
+    torch.testing.assert_close(0.5 * torch.trace(h @ covariance), 0.5 * gamma)
 
 
 def test_the_default_threshold_is_s_equal_one_at_the_optimal_prior():
@@ -102,7 +130,7 @@ def test_the_default_threshold_is_s_equal_one_at_the_optimal_prior():
 def test_limits_keep_the_best_of_each_layer(problem):
     *_, model, posterior = problem
     gain = evidence_gain(model, posterior, ["weight"])["weight"][0]
-    pruned = prune(model, None, "auto", posterior=posterior, nats=1e9, minimum=2)
+    pruned = prune(model, None, "auto", posterior=posterior, nats=1e9, budget=math.inf, minimum=2)
     assert torch.equal(pruned.masks["weight"][0].nonzero().flatten(), gain.topk(2).indices.sort().values)
 
 

@@ -1,6 +1,6 @@
 """Pruning: from scores to masks, masks in force, and what is left on disk and in the processor."""
 
-from shaver.pruning.automatic import DEFAULT_NATS, evidence_gain
+from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain
 from shaver.pruning.files import load, load_masks, save
 from shaver.pruning.hold import Hold
 from shaver.pruning.in_training import Online
@@ -11,6 +11,7 @@ from shaver.pruning.ranking import Ranking, masks_at
 from shaver.pruning.sparse import SparseInference, SparseLayer, sparse_inference
 
 __all__ = [
+    "DEFAULT_BUDGET",
     "DEFAULT_NATS",
     "Hold",
     "Masks",

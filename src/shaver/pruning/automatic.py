@@ -1,8 +1,15 @@
-"""Automatic sparsity: what each weight is worth to the evidence, and what its removal costs."""
+"""Automatic sparsity: what each weight is worth to the evidence, what its removal costs, and how much may be spent.
+
+A weight goes if the evidence does not pay for it, cheapest first, until the expected rise of the loss has reached a
+share of what the posterior itself expects: a weight drawn from it raises the loss by ½γ on average, γ = H/(H + δ), so
+that ½Σγ is what the data cannot tell apart. The threshold alone judges each weight as if the others stayed; thousands
+of small losses add up, most where δ was learned before the weights had settled.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from shaver.criteria import PosteriorLike
@@ -10,6 +17,8 @@ from shaver.criteria.scoring import of_weight
 
 #: The gain at S = 1, where prior and data weigh the same: ½(1 − log 2) ≈ 0.153 nats.
 DEFAULT_NATS = 0.5 * (1 - math.log(2))
+#: How much of ½Σγ removal may cost; chosen on validation splits, see the documentation's page on pruning.
+DEFAULT_BUDGET = 0.25
 
 
 def evidence_gain(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) -> dict[str, Tensor]:
@@ -52,11 +61,37 @@ def loss_rise(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) 
     return rises
 
 
-def check_nats(nats: float) -> float:
-    """A finite number of nats a weight, or a ``ValueError``."""
+def unpaid(
+    model: nn.Module, posterior: PosteriorLike, names: Iterable[str], nats: float, budget: float
+) -> dict[str, Tensor]:
+    """Which weights automatic sparsity keeps: True where G ≥ ``nats``, or where the budget was spent before.
+
+    Args:
+        model: The network at the posterior's mode.
+        posterior: Of its weights.
+        names: The parameters that may lose weights.
+        nats: The evidence that a weight must bring.
+        budget: Share of ½Σγ by which removal may raise the expected loss; infinite for no limit.
+
+    Raises:
+        ValueError: ``nats`` is not finite or ``budget`` is negative.
+    """
     if not math.isfinite(nats):
         raise ValueError(f"nats is the evidence a weight must bring to be kept, a finite number, not {nats!r}.")
-    return nats
+    if not budget >= 0:
+        raise ValueError(f"budget is a share of the posterior's own expected loss, at least 0, not {budget!r}.")
+    names = list(names)
+    gains, rises = evidence_gain(model, posterior, names), loss_rise(model, posterior, names)
+    precision, prior = posterior.precision(), posterior.delta()
+    gamma = sum(float((1 - prior[name] / precision[name]).double().sum()) for name in names)
+    flat = torch.cat([rises[name].flatten().double() for name in names])
+    flat[torch.cat([gains[name].flatten() for name in names]) >= nats] = math.inf
+    order = flat.argsort(stable=True)
+    kept = torch.ones_like(flat, dtype=torch.bool)
+    spent = flat[order].cumsum(0)
+    kept[order[spent.isfinite() & (spent <= 0.5 * gamma * budget)]] = False
+    pieces = kept.split([rises[name].numel() for name in names])
+    return {name: piece.view_as(rises[name]) for name, piece in zip(names, pieces, strict=True)}
 
 
 def removed_sum(values: dict[str, Tensor], masks: Mapping[str, Tensor]) -> float:

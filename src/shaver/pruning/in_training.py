@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shaver.criteria import PosteriorLike, needs, score
@@ -52,13 +52,7 @@ class Online:
 
     def __post_init__(self) -> None:
         self._pruner(nn.Identity(), None)  # its checks, before any training
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1 step, not {self.every!r}.")
-        if self.criterion is not None and "batches" in needs(self.criterion):
-            raise ValueError(
-                f"criterion {self.criterion!r} needs data, which online pruning does not read again; use 'opd' (with "
-                "SpaM), 'obd' (with SpaM) or 'magnitude'."
-            )
+        check_online(self.criterion, self.every)
 
     def begin(self, model: nn.Module, optimizer: Optimizer, learner: Learner | None) -> "OnlineRun":
         """Attach to a network in training.
@@ -66,13 +60,9 @@ class Online:
         Raises:
             ValueError: The criterion needs a posterior and nothing learns one.
         """
-        name = self.criterion or ("magnitude" if learner is None else "opd")
-        if "posterior" in needs(name) and learner is None:
-            raise ValueError(
-                f'criterion {name!r} needs a posterior while the network trains, which only method="spam" learns; '
-                'use criterion="magnitude" here.'
-            )
-        return OnlineRun(self, name, self._pruner(model, optimizer), model, learner)
+        return OnlineRun(
+            self, online_criterion(self.criterion, learner), self._pruner(model, optimizer), model, learner
+        )
 
     def _pruner(self, model: nn.Module, optimizer: Optimizer | None) -> OnlinePruner:
         return OnlinePruner(
@@ -88,11 +78,50 @@ class Online:
         )
 
 
+def check_online(criterion: str | None, every: int) -> None:
+    """Refuse a criterion that cannot be used while training, and an interval below one step."""
+    if every < 1:
+        raise ValueError(f"every must be at least 1 step, not {every!r}.")
+    if criterion is not None and "batches" in needs(criterion):
+        raise ValueError(
+            f"criterion {criterion!r} needs data, which online pruning does not read again; use 'opd' (with SpaM), "
+            "'obd' (with SpaM) or 'magnitude'."
+        )
+
+
+def online_criterion(criterion: str | None, learner: Learner | None) -> str:
+    """The criterion, or the best that there is for the method of training.
+
+    Raises:
+        ValueError: It needs a posterior and nothing learns one.
+    """
+    name = criterion or ("magnitude" if learner is None else "opd")
+    if "posterior" in needs(name) and learner is None:
+        raise ValueError(
+            f'criterion {name!r} needs a posterior while the network trains, which only method="spam" learns; '
+            'use criterion="magnitude" here.'
+        )
+    return name
+
+
+class Timing(Protocol):
+    """When to prune: from ``start`` to ``end`` of training, at least every so many steps."""
+
+    @property
+    def start(self) -> float: ...  # noqa: D102
+
+    @property
+    def end(self) -> float: ...  # noqa: D102
+
+    @property
+    def every(self) -> int: ...  # noqa: D102
+
+
 class OnlineRun:
     """Online pruning of one network in training, from :meth:`Online.begin`."""
 
     def __init__(
-        self, asked: Online, criterion: str, pruner: OnlinePruner, model: nn.Module, learner: Learner | None
+        self, asked: Timing, criterion: str, pruner: OnlinePruner, model: nn.Module, learner: Learner | None
     ) -> None:
         self._asked, self._criterion, self._pruner = asked, criterion, pruner
         self._model, self._learner = model, learner
@@ -124,10 +153,13 @@ class OnlineRun:
         if self._reached or (self._waits and progress < 1 and self._learner is not None and not self._learner.updates):
             return
         posterior = self._learner.posterior if self._waits and self._learner is not None else None
-        self._pruner.update(score(self._model, self._criterion, posterior=posterior), progress)
+        self._pruner.update(self._scores(posterior), progress)
         self._steps_since = 0
         self._seen = self._learner.updates if self._learner is not None else 0
         self._reached = progress >= self._asked.end
+
+    def _scores(self, posterior: PosteriorLike | None) -> dict[str, Tensor]:
+        return score(self._model, self._criterion, posterior=posterior)
 
     def release(self) -> None:
         """Let go of the masks; the zeros are then ordinary weights."""

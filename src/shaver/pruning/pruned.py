@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shaver.batches import Forward, Targets
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.rules import input_dim
-from shaver.pruning.automatic import DEFAULT_NATS, check_nats, evidence_gain, loss_rise, removed_sum
+from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain, loss_rise, removed_sum, unpaid
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
 from shaver.pruning.search import Quality, accuracy_on, highest_sparsity
@@ -97,6 +97,7 @@ def prune(
     minimum: int = 0,
     posterior: PosteriorLike | None = None,
     nats: float = DEFAULT_NATS,
+    budget: float = DEFAULT_BUDGET,
     valid: Iterable[Any] | Quality | None = None,
     max_drop: float | None = None,
     forward: Forward | None = None,
@@ -125,6 +126,7 @@ def prune(
         minimum: Each parameter keeps at least so many weights.
         posterior: For ``"auto"``; with it every report says what the removal does to evidence and loss.
         nats: Under ``"auto"`` a weight is kept if it brings at least so much evidence.
+        budget: Under ``"auto"`` the expected rise of the loss may reach so much of ½Σγ, the posterior's own.
         valid: Validation batches, whose accuracy is measured, or ``quality(model) -> float``, higher is better.
         max_drop: Find the highest sparsity that loses at most so much of it (0.01 is one point of accuracy).
         forward: ``forward(model, batch)`` for validation batches of another layout.
@@ -155,7 +157,7 @@ def prune(
         masks, before, after = highest_sparsity(model, ranking, quality, max_drop=max_drop, limit=limit)
         requested = f"a drop of at most {max_drop:g}"
     elif sparsity == "auto":
-        masks = _automatic_masks(model, posterior, names, scope, cap, minimum, nats)
+        masks = _automatic_masks(model, posterior, names, scope, (cap, minimum), (nats, budget))
         requested = "auto"
     else:
         if sparsity is None:
@@ -227,18 +229,17 @@ def _automatic_masks(
     posterior: PosteriorLike | None,
     names: list[str],
     scope: str,
-    cap: float,
-    minimum: int,
-    nats: float,
+    limits: tuple[float, int],
+    price: tuple[float, float],
 ) -> Masks:
     if posterior is None:
         raise ValueError('sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).')
     if scope != "global":
         raise ValueError(f'sparsity="auto" judges each weight by itself; scope={scope!r} does not go with it.')
-    gains = evidence_gain(model, posterior, names)
-    masks = {name: gain >= check_nats(nats) for name, gain in gains.items()}
-    if (cap, minimum) != (1.0, 0):
-        for name, gain in gains.items():  # the best of each layer that the limits protect
+    masks = unpaid(model, posterior, names, *price)
+    cap, minimum = limits
+    if limits != (1.0, 0):
+        for name, gain in evidence_gain(model, posterior, names).items():  # the best of each layer that they protect
             ranking = Ranking({name: gain}, cap=cap, minimum=minimum)
             masks[name] = masks[name] | ranking.removing(round(ranking.limit * ranking.total))[name]
     return Masks(masks)
