@@ -34,7 +34,7 @@ def test_global_lets_widths_come_out_freely():
     raw = choose_units(model, groups, scores, 0.5, spread="global", normalise="none", min_units=2)
     assert raw.widths == {"0": (8, 2), "2": (12, 8)}
     relative = choose_units(model, groups, scores, 0.5, spread="global", normalise="mean")
-    # Relative to its group's mean each unit of "0" scores 1, the i-th of "2" i/6.5: six of "2" lie below, four tie at 1.
+    # Relative to its mean each unit of "0" scores 1, the i-th of "2" i/6.5: six of "2" lie below, four tie at 1.
     assert relative.widths == {"0": (8, 4), "2": (12, 6)}
     norm = choose_units(model, groups, scores, 0.5, spread="global", normalise="norm")
     below = sum(i / math.sqrt(650) < 1 / math.sqrt(8) for i in range(1, 13))

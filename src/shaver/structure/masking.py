@@ -50,3 +50,33 @@ def check_kept(groups: Groups, kept: Mapping[str, Tensor]) -> None:
                 f"kept[{name!r}] is a {keep.dtype} tensor of shape {tuple(keep.shape)}; group {name!r} takes one truth "
                 f"value for each of its {units} units."
             )
+
+
+def kept_units(groups: Groups, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The units of which masks leave anything: what :func:`mask_units` was given, read back.
+
+    Example:
+        >>> kept = kept_units(groups, history.masks)                                                # doctest: +SKIP
+        >>> standing = kept_units(groups, {name: p != 0 for name, p in model.named_parameters()})   # doctest: +SKIP
+
+    A unit counts as removed where all that makes it, or all that reads it, is masked: either way it does nothing.
+
+    Args:
+        groups: Of the model.
+        masks: Parameter → where it is kept; parameters without a mask are kept.
+    """
+    kept = {}
+    for name, group in groups.items():
+        alive = {role: torch.zeros(group.units, dtype=torch.bool) for role in ("makes", "reads")}
+        known = dict.fromkeys(alive, False)
+        for piece in group.slices:
+            if piece.tensor in masks:
+                mask = masks[piece.tensor].cpu().transpose(0, piece.dim)
+                along = mask.flatten(1).any(1) if mask.ndim > 1 else mask
+                alive[piece.role] |= along[piece.index].any(1)
+                known[piece.role] = True
+        kept[name] = torch.ones(group.units, dtype=torch.bool)
+        for role in alive:
+            if known[role]:
+                kept[name] &= alive[role]
+    return kept

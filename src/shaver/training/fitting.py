@@ -22,6 +22,7 @@ from shaver.training.sources import open_source
 
 if TYPE_CHECKING:
     from shaver.pruning import Masks, Online
+    from shaver.structure import Gradual
 
 METHODS = ("spam", "map", "l1")
 
@@ -40,7 +41,7 @@ def fit(
     l1: float = 1e-4,
     spam: Mapping[str, Any] | None = None,
     masks: "Masks | None" = None,
-    online: "Online | None" = None,
+    online: "Online | Gradual | None" = None,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = True,
@@ -73,7 +74,8 @@ def fit(
         l1: λ, for ``"l1"`` alone; :func:`shaver.training.search_l1` looks for it.
         spam: Further arguments of :class:`shaver.SpaM`, such as ``{"prior": "unit"}``.
         masks: Hold these zeros, momentum and weight decay included: fine-tuning of what :func:`shaver.prune` left.
-        online: Prune while training, along a schedule: ``shaver.pruning.Online(0.99)``.
+        online: Prune while training, along a schedule: ``shaver.pruning.Online(0.99)`` weights, or
+            ``shaver.structure.Gradual(0.8, example=x)`` whole units, with the unit prior unless ``spam`` names one.
         seed: Of everything random in training. The user's own random numbers are not disturbed.
         folder: Where checkpoints, ``history.csv`` and, at the end of SpaM, the posterior go. ``None`` keeps nothing.
         resume: Continue from the newest checkpoint in ``folder``; ``False`` removes what is there.
@@ -102,6 +104,8 @@ def fit(
             'method="spam"; spam={"initial_precision": …} sets where the prior starts.'
         )
     _check_pruning(model, masks, online, options)
+    if method == "spam":  # structured pruning has a prior of its own to prefer
+        spam = {**getattr(online, "spam_defaults", {}), **(spam or {})}
     if not l1 >= 0:
         raise ValueError(f"l1 must be zero or positive, not {l1!r}.")
     if logger == "tensorboard" and folder is None:
@@ -157,6 +161,8 @@ def _check_pruning(model: nn.Module, masks: object, online: object, options: Opt
     if masks is not None:
         check_masks(masks, model)
     if online is not None and not hasattr(online, "begin"):
-        raise TypeError(f"online= takes shaver.pruning.Online(target, …), not {online!r}.")
+        raise TypeError(
+            f"online= takes shaver.pruning.Online(target, …) or shaver.structure.Gradual(…), not {online!r}."
+        )
     if online is not None and options.early_stopping:
         raise ValueError("online pruning reaches its target at a set time, so early_stopping does not go with it.")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shaver.pruning import Masks, Online
     from shaver.pruning.in_training import OnlineRun
     from shaver.spam import SpaM
+    from shaver.structure import Gradual
 
 
 class Run:
@@ -67,7 +68,7 @@ class Run:
         optimizer: OptimizerLike,
         lr: float | None,
         spam: dict[str, Any],
-        pruning: "Masks | Online | None",
+        pruning: "Masks | Online | Gradual | None",
         folder: Path | None,
         resume: bool,
     ) -> None:
@@ -100,7 +101,7 @@ class Run:
         checkpoints.check_same(path, state["config"], self.config)
         return state
 
-    def _attach_pruning(self, pruning: "Masks | Online") -> "Held | OnlineRun":
+    def _attach_pruning(self, pruning: "Masks | Online | Gradual") -> "Held | OnlineRun":
         if hasattr(pruning, "begin"):
             return pruning.begin(self.model, self.optimizer, self.spam)
         return Held(pruning, self.model, self.optimizer)
