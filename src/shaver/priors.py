@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shaver.naming import check_name
+from shaver.selection import Dims, Selection, take
 
 #: log δ is kept between these: a weight the data know nothing about would have δ = 0, an irrelevant one δ = ∞.
 LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
@@ -59,6 +60,11 @@ class Axes:
         full = tensor.expand(self.shape)
         return full.sum(summed) if summed else full
 
+    def select(self, values: Tensor, dims: Dims) -> tuple["Axes", Tensor]:
+        """The layout and the numbers of what stays of the tensor."""
+        shape = torch.Size(len(dims[d]) if d in dims else n for d, n in enumerate(self.shape))
+        return Axes(shape, self.keep), take(values, {i: dims[d] for i, d in enumerate(self.keep) if d in dims})
+
 
 @dataclass(frozen=True, eq=False)
 class Index:
@@ -86,6 +92,11 @@ class Index:
         """Sums over each group."""
         full = tensor.expand(self.shape)
         return full.new_zeros(self.count).index_add_(0, self.ids.expand(self.shape).reshape(-1), full.reshape(-1))
+
+    def select(self, values: Tensor, dims: Dims) -> tuple["Index", Tensor]:
+        """The layout and the numbers of what stays of the tensor; groups of which nothing stays are gone."""
+        left, ids = torch.unique(take(self.ids.expand(self.shape), dims), return_inverse=True)
+        return Index(ids.shape, ids, len(left)), values[left]
 
 
 Layout = Axes | Index
@@ -150,6 +161,30 @@ class Prior:
     def snapshot(self) -> "Prior":
         """The same δ, untouched by later updates of this prior; shares memory until then."""
         return Prior(self.kind, [Factor(f.key, f.layouts, f.values) for f in self.factors], self.bounds)
+
+    def select(self, kept: Selection, added: Mapping[str, Tensor] | None = None, init: float = 1.0) -> "Prior":
+        """The prior of a network of which only part stays: each weight that does keeps its δ.
+
+        Args:
+            kept: Parameter → dimension → the positions that stay.
+            added: Parameters that the network has gained, such as a bias that took up a constant.
+            init: Their precision; under the scalar prior they share the one there is.
+        """
+        factors = []
+        for factor in self.factors:
+            layouts: dict[str, Layout] = {}
+            values = factor.values
+            for name, layout in factor.layouts.items():
+                layouts[name], values = layout.select(values, kept.get(name, {}))
+            factors.append(Factor(factor.key, layouts, values))
+        for name, parameter in (added or {}).items():
+            if self.kind == "scalar":
+                factors[0].layouts[name] = Axes(parameter.shape, ())
+            else:
+                made = _KINDS.get(self.kind, _layer)({name: parameter})
+                made[0].values = made[0].values * init
+                factors += made
+        return Prior(self.kind, factors, self.bounds)
 
     def fix_gauge(self) -> None:
         """Where two factors multiply, (c·a, b/c) is the same δ: make the second one's geometric mean 1."""

@@ -21,6 +21,7 @@ from shaver.evidence import Posterior, improve, improve_noise, shrink_factor
 from shaver.likelihoods import Likelihood, Regression, get_likelihood
 from shaver.naming import check_name
 from shaver.priors import LOG_BOUNDS, Grouping, make_prior
+from shaver.selection import Selection
 from shaver.stepping import add_prior_gradient, apply_prior, take_step, unscale
 
 
@@ -357,6 +358,22 @@ class SpaM:
         self._attached.clear()
         if self._watcher is not None:
             self._watcher.close()
+
+    def select(self, kept: Selection) -> None:
+        """The model's tensors have been sliced in place: each weight that stayed keeps its δ and its curvature.
+
+        :func:`shaver.structure.remove_units` calls this, between two steps.
+
+        Args:
+            kept: Parameter → dimension → the positions that stayed.
+        """
+        self.theta = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        added = {name: p for name, p in self.theta.items() if name not in self.prior.names}
+        self.prior = self.prior.select(kept, added, self.settings.initial_precision)
+        if self._watcher is not None:
+            self._watcher.select(kept)
+        if self._curvature is not None:
+            self._curvature = self._curvature.select(kept, added)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, as nested dicts of tensors and numbers."""

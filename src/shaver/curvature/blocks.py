@@ -1,10 +1,12 @@
 """The curvature H of the negative log likelihood, block by block: one block a parameter, diagonal or Kronecker."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from shaver.selection import Dims, Selection, take
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -38,6 +40,10 @@ class DiagonalBlock:
     def tensors(self) -> dict[str, Tensor]:
         """What a file has to keep."""
         return {"values": self.values}
+
+    def select(self, dims: Dims) -> "DiagonalBlock":
+        """The block of what stays of the parameter."""
+        return DiagonalBlock(take(self.values, dims))
 
 
 @dataclass
@@ -86,6 +92,23 @@ class KroneckerBlock:
         """What a file has to keep."""
         return {"A": self.A, "G": self.G}
 
+    def select(self, dims: Dims) -> "KroneckerBlock":
+        """The block of what stays of the parameter: rows and columns of A for its inputs, of G for its outputs."""
+        if not dims:
+            return self
+        groups, out, inputs = len(self.A), self.G.shape[-1], self.A.shape[-1]
+        number = torch.arange(groups * out * inputs).reshape(groups, out, inputs)
+        stays = take(self.from_matrix(number), dims)
+        there = torch.zeros(number.numel(), dtype=torch.bool)
+        there[stays.reshape(-1)] = True
+        there = there.reshape(number.shape)
+        A, G = [], []
+        for group in there.any(2).any(1).nonzero().squeeze(1).tolist():
+            o, i = there[group].any(1).nonzero().squeeze(1), there[group].any(0).nonzero().squeeze(1)
+            A.append(take(self.A[group], {0: i, 1: i}))
+            G.append(take(self.G[group], {0: o, 1: o}))
+        return KroneckerBlock(torch.stack(A), torch.stack(G), stays.shape, self.transposed)
+
 
 Block = DiagonalBlock | KroneckerBlock
 
@@ -116,6 +139,18 @@ class Curvature:
     def diagonal(self) -> dict[str, Tensor]:
         """H_pp of every parameter, by name, shaped like the parameter."""
         return {name: block.diagonal() for name, block in self.blocks.items()}
+
+    def select(self, kept: Selection, added: Mapping[str, Tensor] | None = None) -> "Curvature":
+        """H of a network of which only part stays; parameters that it has gained start at zero.
+
+        Args:
+            kept: Parameter → dimension → the positions that stay.
+            added: Parameters that the network has gained.
+        """
+        blocks = {name: block.select(kept.get(name, {})) for name, block in self}
+        blocks |= {n: DiagonalBlock(torch.zeros_like(at_least_float32(p.detach()))) for n, p in (added or {}).items()}
+        rest = (self.log_likelihood, self.data_size, self.structure, self.source)
+        return Curvature(blocks, *rest, {**self.rules, **dict.fromkeys(added or (), "added, not yet estimated")})
 
     def coverage(self) -> str:
         """A table of parameter, shape and the rule that computed it, one line each."""

@@ -24,6 +24,7 @@ from shaver.curvature.plan import Plan
 from shaver.curvature.planning import make_plan
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_name
+from shaver.selection import Selection, take
 
 
 class OnlineCurvature:
@@ -195,6 +196,23 @@ class OnlineCurvature:
         blocks = {name: DiagonalBlock(self.average[name] * correction) for name in self.wanted}
         log_likelihood = -self.average_nll * correction * self.data_size
         return Curvature(dict(blocks), log_likelihood, self.data_size, "diag", self.source, dict(self.rules))
+
+    def select(self, kept: Selection) -> None:
+        """The model's tensors have been sliced in place: slice the average too, and look at the layers anew.
+
+        Args:
+            kept: Parameter → dimension → the positions that stayed. Parameters that are new start at zero.
+        """
+        self.forget()
+        for handle in self._layer_handles:
+            handle.remove()
+        self._layer_handles, self.plan, self._planned_for = [], None, 0
+        self.wanted = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.average = {name: take(average, kept.get(name)) for name, average in self.average.items()}
+        if self.average:
+            for name, p in self.wanted.items():
+                if name not in self.average:
+                    self.average[name] = torch.zeros_like(at_least_float32(p.detach()))
 
     def close(self) -> None:
         """Remove every hook from the model."""

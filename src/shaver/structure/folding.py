@@ -1,0 +1,175 @@
+"""Constants that removed units leave behind, folded into the bias of the layer that reads them.
+
+A unit without weights can still give a constant: its bias, a BatchNorm's shift, an activation that is not zero at
+zero. A layer with weights w for it adds w · c to its outputs, everywhere, which is what a bias does.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.structure.groups import Groups
+from shaver.structure.plan import output_dim
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass
+class Reader:
+    """A layer that reads removed units, and what it received from them.
+
+    Attributes:
+        name: Of the layer.
+        group: Whose units it reads.
+        layer: The layer.
+        positions: Of the removed units along the weight's input dimension.
+        least: The smallest value seen at each removed input, over samples and places.
+        most: The largest.
+        values: How many values were seen at each.
+    """
+
+    name: str
+    group: str
+    layer: nn.Module
+    positions: Tensor
+    least: Tensor | None = None
+    most: Tensor | None = None
+    values: int = 0
+    _channels: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._channels = self.positions
+        blocks = getattr(self.layer, "groups", 1)
+        if isinstance(self.layer, _CONVOLUTIONS) and blocks > 1:  # the weight counts inputs within each group
+            starts = torch.arange(blocks).unsqueeze(1) * (self.layer.in_channels // blocks)
+            self._channels = (starts + self.positions).reshape(-1)
+
+    def see(self, inputs: Tensor) -> None:
+        """Take one call's inputs into the range."""
+        feature = 1 if isinstance(self.layer, (*_CONVOLUTIONS, *_TRANSPOSED)) else -1
+        if isinstance(self.layer, (*_CONVOLUTIONS, *_TRANSPOSED)) and inputs.ndim < self.layer.weight.ndim:
+            feature = 0  # one sample without a batch dimension
+        part = inputs.detach().index_select(feature, self._channels.to(inputs.device)).movedim(feature, -1)
+        part = part.reshape(-1, len(self._channels))
+        least, most = part.amin(0), part.amax(0)
+        self.least = least if self.least is None else torch.minimum(self.least, least)
+        self.most = most if self.most is None else torch.maximum(self.most, most)
+        self.values += len(part)
+
+    def weights(self) -> Tensor:
+        """The weights with which the removed units are read, ``(outputs, removed, kernel positions)``."""
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
+        part = weight.detach().index_select(1 - output_dim(self.layer), self.positions.to(weight.device))
+        if output_dim(self.layer):
+            part = part.transpose(0, 1)
+        return part.reshape(part.shape[0], part.shape[1], -1)
+
+    def constant(self, tolerance: float) -> Tensor | None:
+        """What the removed units add to each output, in double precision; None where that is nothing.
+
+        Raises:
+            ValueError: It is not a constant, or not one that a bias can take up.
+        """
+        if self.least is None or self.most is None:
+            return None  # the layer was not called as a module: whether it reads zero shows in the outputs
+        weights = self.weights().double()
+        heard = weights.abs().amax((0, 2)) > 0
+        if not bool(heard.any()):
+            return None
+        blocks = len(self._channels) // len(self.positions)
+        least, most = (t.double().reshape(blocks, -1)[:, heard] for t in (self.least, self.most))
+        size = torch.maximum(least.abs(), most.abs())
+        if float(size.max()) == 0:
+            return None
+        if bool((most - least > tolerance * size).any()):
+            raise ValueError(
+                f"what {self.name!r} reads of the removed units of group {self.group!r} varies with the input (from "
+                f"{float(least.min()):.3g} to {float(most.max()):.3g}), so they are not masked; mask=True masks them."
+            )
+        self._check_foldable()
+        value = (least + most) / 2
+        by_output = value.repeat_interleave(len(weights) // blocks, 0)  # (outputs, heard)
+        return (weights[:, heard].sum(2) * by_output).sum(1)
+
+    def _check_foldable(self) -> None:
+        what = f"the removed units of group {self.group!r} give {self.name!r} a constant that is not zero"
+        if self.values < 2:
+            raise ValueError(f"{what}, as far as one sample can tell; pass an example of two samples or more.")
+        if isinstance(self.layer, _TRANSPOSED):
+            raise ValueError(
+                f"{what}, and a transposed convolution does not spread it evenly; mask=True leaves it out."
+            )
+        padding = getattr(self.layer, "padding", 0)
+        kernel = getattr(self.layer, "kernel_size", ())
+        padded = any(n > 1 for n in kernel) if padding == "same" else padding != "valid" and any(_numbers(padding))
+        if isinstance(self.layer, _CONVOLUTIONS) and padded and self.layer.padding_mode == "zeros":
+            raise ValueError(
+                f"{what}, and its zero padding makes that another constant at the border, which no bias can give; "
+                "mask=True leaves the constant out, padding_mode='replicate' would make it foldable."
+            )
+
+
+def readers_of(model: nn.Module, groups: Groups, kept: Mapping[str, Tensor]) -> list[Reader]:
+    """The layers that read removed units through a weight whose input dimension is known."""
+    found = []
+    for name, keep in kept.items():
+        for piece in groups[name].slices:
+            owner, _, own = piece.tensor.rpartition(".")
+            if piece.role != "reads" or own != "weight":
+                continue
+            layer = model.get_submodule(owner)
+            known = isinstance(layer, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)) or type(layer).__name__ == "Conv1D"
+            if known and piece.dim == 1 - output_dim(layer):
+                found.append(Reader(owner, name, layer, piece.index[~keep.cpu()].reshape(-1)))
+    return found
+
+
+@contextmanager
+def watching(readers: list[Reader]) -> Iterator[None]:
+    """While this holds, the readers see what their layers are given."""
+
+    def hook(reader: Reader) -> Any:
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            reader.see(args[0] if args else next(iter(kwargs.values())))
+
+        return see
+
+    handles = [reader.layer.register_forward_pre_hook(hook(reader), with_kwargs=True) for reader in readers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def folded_biases(readers: list[Reader], tolerance: float) -> dict[str, Tensor]:
+    """Bias name → its new values, of the layer's full width, for the readers that receive a constant.
+
+    Raises:
+        ValueError: Something that is no constant, or one that a bias cannot take up.
+    """
+    added: dict[str, Tensor] = {}
+    layers: dict[str, nn.Module] = {}
+    for reader in readers:
+        constant = reader.constant(tolerance)
+        if constant is not None and math.isfinite(float(constant.sum())):
+            name = f"{reader.name}.bias".removeprefix(".")
+            added[name] = added[name] + constant if name in added else constant
+            layers[name] = reader.layer
+    biases = {}
+    for name, constant in added.items():
+        old, weight = layers[name].bias, layers[name].weight
+        assert isinstance(weight, Tensor)
+        biases[name] = (constant if old is None else constant + old.detach().double()).to(weight.dtype)  # type: ignore[operator]
+    return biases
+
+
+def _numbers(padding: int | tuple[int, ...]) -> tuple[int, ...]:
+    return padding if isinstance(padding, tuple) else (padding,)
