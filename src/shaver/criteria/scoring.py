@@ -140,7 +140,7 @@ def _checked(criterion: str, weights: Mapping[str, nn.Parameter], scores: Mappin
                 f"criterion {criterion!r} gave {name!r} scores of shape {tuple(scores[name].shape)}, but the weight "
                 f"has shape {tuple(weight.shape)}; a posterior or options of another model?"
             )
-        if bool(scores[name].isnan().any()):
+        if bool(scores[name].sum().isnan()) and bool(scores[name].isnan().any()):  # the sum needs no memory
             raise ValueError(
                 f"criterion {criterion!r} gave {name!r} {int(scores[name].isnan().sum())} scores that are NaN; "
                 "the weights, the data or the posterior hold NaN or infinity."

@@ -62,7 +62,7 @@ class Posterior:
     def precision(self) -> dict[str, Tensor]:
         """P_pp = H_pp/T + δ_p, exact for both structures, each shaped like its parameter."""
         diagonal = self.curvature.diagonal()
-        return {name: diagonal[name] / self.temperature + self.delta_of(name) for name in self.theta}
+        return {name: torch.add(self.delta_of(name), diagonal[name], alpha=1 / self.temperature) for name in self.theta}
 
     def gamma(self) -> dict[str, Tensor]:
         """γ_p = 1 − δ_p Σ_pp, near 1 where the data determine a weight and near 0 where the prior does."""
