@@ -16,11 +16,13 @@ from torch.optim import LBFGS, Optimizer
 from shaver.closures import Attachment, Objective
 from shaver.curvature.blocks import Curvature
 from shaver.curvature.engine import STRUCTURES, estimate
+from shaver.curvature.gathering import over_ranks
 from shaver.curvature.online import OnlineCurvature
 from shaver.evidence import Posterior, improve, improve_noise, shrink_factor
 from shaver.likelihoods import Likelihood, Regression, get_likelihood
 from shaver.naming import check_name
 from shaver.priors import LOG_BOUNDS, Grouping, make_prior
+from shaver.ranks import Ranks, unwrapped
 from shaver.selection import Selection
 from shaver.stepping import add_prior_gradient, apply_prior, take_step, unscale
 
@@ -114,6 +116,9 @@ class SpaM:
             ``spam.loss(outputs, targets)``, so that its noise can be learned too.
         total_steps: How many steps training will take; lets δ burn in and freeze at the right time. None: neither.
         seed: For the labels that MC draws.
+        outputs: From what the model returns to its outputs, where that is neither a tensor nor has ``.logits``.
+        group: The process group whose ranks each hold part of a batch, where the model does not tell:
+            ``DistributedDataParallel`` does.
         settings: Everything else; ``SpaM(model, n, shrink=0.5)`` changes one of them.
 
     Attributes:
@@ -131,7 +136,9 @@ class SpaM:
         likelihood: str | Likelihood = "classification",
         total_steps: int | None = None,
         seed: int = 0,
+        outputs: Callable[[Any], Tensor] | None = None,
         settings: Settings | None = None,
+        group: Any = None,
         **options: Any,
     ) -> None:
         check_name("structure", structure, STRUCTURES)
@@ -147,6 +154,9 @@ class SpaM:
         settings = replace(settings, **options)
         if data_size < 1:
             raise ValueError(f"data_size is the number of training samples, at least 1, not {data_size!r}.")
+        model, self.ranks = unwrapped(model)
+        if group is not None:
+            self.ranks = Ranks(group)
         self.model, self.data_size, self.structure = model, data_size, structure
         self.settings, self.total_steps, self.seed = settings, total_steps, seed
         self.likelihood = get_likelihood(likelihood)
@@ -169,6 +179,8 @@ class SpaM:
                 likelihood=self.likelihood,
                 loss=settings.loss,
                 seed=seed,
+                outputs=outputs,
+                ranks=self.ranks,
             )
 
     # In the loop -----------------------------------------------------------------------------------------------
@@ -246,7 +258,7 @@ class SpaM:
         """By epochs: estimate H over ``batches`` and update δ, when the epoch is one to do so. Online: nothing.
 
         Args:
-            batches: The training data.
+            batches: The training data; of several ranks, each gives its own share.
             reading: ``forward=`` and ``targets=`` for batches of another kind, ``fraction=`` for part of the data.
         """
         self.epochs += 1
@@ -263,7 +275,7 @@ class SpaM:
         found = estimate(
             self.model, batches, self.likelihood, self.structure, source, seed=self.seed + self.updates, **reading
         )
-        self._update(found)
+        self._update(over_ranks(found, self.ranks))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The mean negative log likelihood of a batch, under the present noise for a regression."""
@@ -291,6 +303,7 @@ class SpaM:
             posterior = improve(self.prior, curvature, self.theta, method=self.settings.method, temperature=temperature)
         if isinstance(self.likelihood, Regression) and math.isfinite(curvature.log_likelihood):
             self._improve_noise(curvature, posterior)
+        self.ranks.copy_([factor.values for factor in self.prior.factors])  # one decision, the first rank's
         if self.settings.shrink and self.updates:
             for name, h in curvature.diagonal().items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)

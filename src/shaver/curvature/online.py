@@ -5,10 +5,11 @@ Monte-Carlo Fisher (MC) adds one backward pass, without weight gradients, on tho
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -24,6 +25,7 @@ from shaver.curvature.plan import Plan
 from shaver.curvature.planning import make_plan
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_name
+from shaver.ranks import ALONE, Ranks
 from shaver.selection import Selection, take
 
 
@@ -55,6 +57,9 @@ class OnlineCurvature:
             of a step of the negative log likelihood, or ``"auto"``: for classification the factor is read off the
             gradient at the outputs, whatever the reduction, accumulation or loss scale; otherwise ``"mean"``.
         seed: For the labels that MC draws.
+        outputs: From what the model returns to the outputs that the likelihood is about, where that is neither a
+            tensor nor something with ``.logits``: ``outputs=lambda result: result[1]``.
+        ranks: The processes whose samples make up a batch, each watching its own; ``step`` is a collective then.
 
     Attributes:
         weight: What the last observed step's loss counts as, in units of the mean negative log likelihood: 1 for a
@@ -72,6 +77,8 @@ class OnlineCurvature:
         likelihood: str | Likelihood = "classification",
         loss: str = "auto",
         seed: int = 0,
+        outputs: Callable[[Any], Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         check_name("online source", source, ("ef", "mc"))
         check_name("loss", loss, ("auto", "mean", "sum"))
@@ -81,10 +88,12 @@ class OnlineCurvature:
                 f"every={every}, decay={decay}."
             )
         self.model, self.data_size, self.source = model, data_size, source
+        self.outputs = outputs or outputs_in
         self.every, self.decay, self.likelihood, self.loss = every, decay, get_likelihood(likelihood), loss
         self.wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.wanted:
             raise ValueError("the model has no trainable parameter; set requires_grad on those that matter.")
+        self.ranks, self.seed = ranks, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.average: dict[str, Tensor] = {}
         self.average_nll = 0.0
@@ -153,7 +162,7 @@ class OnlineCurvature:
             for seen in self._passes:
                 if self.plan is not None and seen.backward:
                     self._finish(seen)
-            return bool(self._count) and self._merge(scale)
+            return bool(self._count or self.ranks) and self._merge(scale)
         finally:
             self.forget()
 
@@ -259,6 +268,8 @@ class OnlineCurvature:
         if not planned:  # or planned with one sample, which cannot tell where samples stand
             self._make_plan(args, kwargs)
             self._planned_for = len(first)
+        if self.ranks.rank and not self._passes:  # labels of its own, the same again in a resumed run
+            self.generator.manual_seed(_mixed(self.seed, self.steps, self.ranks.rank))
         self._running = Pass(args, kwargs, len(first), self._look)
         if not planned and self.plan is not None:
             for raw in self.plan.copies.values():
@@ -271,7 +282,7 @@ class OnlineCurvature:
         self._busy = True
         try:
             with undisturbed(self.model):
-                self.plan = make_plan(self.model, _call, (args, kwargs), self.wanted)
+                self.plan = make_plan(self.model, self._call, (args, kwargs), self.wanted)
         finally:
             self._busy = False
         self.rules = self.plan.labels()
@@ -293,7 +304,7 @@ class OnlineCurvature:
         seen, self._running = self._running, None
         if seen is None:
             return
-        outputs = outputs_in(result)
+        outputs = self.outputs(result)
         if not outputs.requires_grad:
             return
         assert self.plan is not None
@@ -320,7 +331,7 @@ class OnlineCurvature:
     def _generic(self, names: list[str], seen: Pass) -> None:
         assert self.plan is not None
         assert seen.cotangent is not None
-        rule = GenericRule(Functional(self.model, _call), MEMORY_BUDGET, self.plan.vectorised)
+        rule = GenericRule(Functional(self.model, self._call), MEMORY_BUDGET, self.plan.vectorised)
         self._busy = True
         try:
             with undisturbed(self.model):
@@ -340,31 +351,60 @@ class OnlineCurvature:
     def _merge(self, scale: float | None) -> bool:
         """Scale the step's sums to the data set and take them into the average; False where they overflowed."""
         factor = 1.0  # of the negative log likelihood in the loss, where it was not read off
-        if not self._reads:
+        if not self._reads and self._count:
             factor = (scale or 1.0) / (1 if self.loss == "sum" else self._count)
             self._weight *= factor
+        unit = factor**2 if self.source == "ef" else 1.0
+        wrong = next((name for name, sums in self._sums.items() if not bool(torch.isfinite(sums.sum()))), None)
+        if wrong is None and math.isnan(self._weight):
+            wrong = next(iter(self.wanted))
+        weight = self._weight * self._count / self._weighed if self._weighed else 0.0
+        # The loss of several ranks is the mean of theirs: those that have one count alike.
+        count, weighed, weight, nll, bad = self.ranks.total(
+            self._count, bool(self._weighed), weight, self._nll, wrong is not None
+        )
+        if bad:
+            if scale is not None:
+                return False
+            raise FloatingPointError(
+                f"the curvature of {wrong!r} is not finite at step {self.steps}: the batch, the weights or the "
+                "loss hold NaN or infinity."
+                if wrong is not None
+                else f"the curvature of another rank's samples is not finite at step {self.steps}."
+            )
+        if not count:
+            return False
+        if self.ranks:
+            self._gather(unit)
+            unit = 1.0
+        share = (1 - self.decay) * self.data_size / count / unit
         for name in self.wanted:
-            if (name in self._sums and not bool(torch.isfinite(self._sums[name].sum()))) or math.isnan(self._weight):
-                if scale is not None:
-                    return False
-                raise FloatingPointError(
-                    f"the curvature of {name!r} is not finite at step {self.steps}: the batch, the weights or the "
-                    "loss hold NaN or infinity."
-                )
-        share = (1 - self.decay) * self.data_size / self._count / (factor**2 if self.source == "ef" else 1.0)
-        for name, parameter in self.wanted.items():
             if name not in self.average:
-                self.average[name] = torch.zeros_like(at_least_float32(parameter.detach()))
+                self.average[name] = self._zeros(name)
             self.average[name].mul_(self.decay)
             if name in self._sums:
                 self.average[name].add_(self._sums[name], alpha=share)
-        self.average_nll = self.decay * self.average_nll + (1 - self.decay) * self._nll / self._count
-        if self._weighed:
-            self.weight = self._weight * self._count / self._weighed / (scale or 1.0)
+        self.average_nll = self.decay * self.average_nll + (1 - self.decay) * nll / count
+        if weighed:
+            self.weight = weight / weighed / (scale or 1.0)
         self.looks += 1
         return True
 
+    def _gather(self, unit: float) -> None:
+        """The sums of all ranks, in units of the negative log likelihood."""
+        for name in self.wanted:
+            like = self._zeros(name)
+            self._sums[name] = self._sums[name].div_(unit).to(like.dtype) if name in self._sums else like
+        self.ranks.sum_([self._sums[name] for name in self.wanted])
 
-def _call(model: nn.Module, batch: Any) -> Tensor:
-    args, kwargs = batch
-    return outputs_in(model(*args, **kwargs))
+    def _zeros(self, name: str) -> Tensor:
+        return torch.zeros_like(at_least_float32(self.wanted[name].detach()))
+
+    def _call(self, model: nn.Module, batch: Any) -> Tensor:
+        args, kwargs = batch
+        return self.outputs(model(*args, **kwargs))
+
+
+def _mixed(*key: int) -> int:
+    (state,) = np.random.SeedSequence(key).generate_state(1, np.uint64)
+    return int(state)
