@@ -43,7 +43,7 @@ def outputs_in(result: Any) -> Tensor:
     if not isinstance(result, Tensor):
         raise TypeError(
             f"the model returned a {type(result).__name__}, not a tensor or something with .logits; "
-            "pass forward=lambda model, batch: … that returns the outputs."
+            "pass forward=lambda model, batch: … that returns the outputs (to SpaM: outputs=lambda result: …)."
         )
     return result
 
