@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Role = Literal["makes", "reads"]
+Kind = Literal["channels", "hidden", "heads", "residual"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Group:
     """One family of interchangeable units, such as the output channels of a convolution.
 
     Attributes:
-        name: The module whose width this is, such as ``conv1`` or ``blocks.0.mlp``.
+        name: The module whose width this is, such as ``conv1``, ``blocks.0.mlp.fc1`` or ``blocks.0.attention``.
         kind: ``"channels"``, ``"hidden"``, ``"heads"`` or ``"residual"``.
         units: How many there are.
         slices: Everything that belongs to them.
@@ -54,10 +55,14 @@ class Groups(Mapping[str, Group]):
         >>> groups = find_groups(model, example)
         >>> print(groups)                       # group, kind, units, what belongs to it
         >>> kept = {"conv1": torch.tensor([True, False, True, True, False, True])}
+
+    Attributes:
+        left_out: Layers whose outputs are in no group, and why.
     """
 
-    def __init__(self, groups: Mapping[str, Group]) -> None:
+    def __init__(self, groups: Mapping[str, Group], left_out: Mapping[str, str] | None = None) -> None:
         self._groups = dict(groups)
+        self.left_out = dict(left_out or {})
 
     def __getitem__(self, name: str) -> Group:
         return self._groups[name]

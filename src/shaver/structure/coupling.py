@@ -1,0 +1,200 @@
+"""Channels that must go together, from where each of them arrives.
+
+A layer's output channel and every position that reads it are tied together; what is tied, directly or through others,
+is one unit. Heads, gates, flattened feature maps, concatenations and grouped queries need no rule of their own: a
+query channel arrives at all columns of its head in the output projection, and so do the keys and values.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from shaver.structure.codes import code, decode
+from shaver.structure.layers import Axis, Layer
+from shaver.structure.probing import Change, Pass, Probing
+
+OUTPUT = "it makes the model's output"
+RESIDUAL = "its outputs are added to those of other layers (a residual stream); residual=True includes these"
+
+
+class Coupling:
+    """The units of a model.
+
+    Args:
+        probing: The model, entered.
+        residual: Whether channels that several layers add up to are units, too.
+
+    Attributes:
+        labels: For every node (position of a dimension) the number of its unit; −1 where it may not be removed.
+        summed: For every node, whether several layers add up there.
+        left_out: Layer → why its outputs are not units.
+        raw: Dimensions of tensors outside the known layers that belong to units.
+    """
+
+    def __init__(self, probing: Probing, residual: bool) -> None:
+        self.probing = probing
+        self.left_out: dict[str, str] = {}
+        self.raw: list[Axis] = []
+        self.sources = [layer for layer in probing.order if layer.sort == "dense"]
+        self.reach = {layer: probing.spread({layer: _all(layer.width)}) for layer in self.sources}
+        self.summed = self._sums()
+        self.frozen = torch.zeros(probing.size, dtype=torch.bool)
+        self._freeze(residual)
+        live = [layer for layer in self.sources if layer.name not in self.left_out]
+        edges = [self._own_edges(layer) for layer in self.sources]
+        edges += [self._arrival_edges(layer, table) for layer, table in self._tables(live).items()]
+        self.labels = components(torch.cat(edges, 1) if edges else torch.zeros(2, 0, dtype=torch.long), probing.size)
+        self._forbid(self.labels[self.frozen])
+        self._raw_tensors(live)
+
+    def _sums(self) -> Tensor:
+        """Nodes that several layers reach, none of which can silence them alone: a sum, not a product."""
+        probing = self.probing
+        reached = torch.stack([seen.reached for seen in self.reach.values()]) if self.sources else torch.zeros(0, 0)
+        several = reached.sum(0) > 1
+        silenced = torch.zeros(probing.size, dtype=torch.bool)
+        for layer in self.sources:
+            here = self.reach[layer].reached
+            if not (here & several).any():
+                continue
+            mute = [Change(layer, _all(layer.width), "zero")]
+            # A norm or grouped convolution behind this layer alone would send its shift in the layer's place.
+            mute += [Change(axis, _all(size), "zero") for axis, size in self._behind(here & ~several)]
+            quiet = probing.run(mute, real=True)
+            others = [Change(other, _all(other.width), "shift") for other in self.sources if other is not layer]
+            moved = probing.run([*mute, *others], reference=quiet, real=True).reached
+            silenced |= here & ~moved
+        return several & ~silenced
+
+    def _behind(self, nodes: Tensor) -> list[tuple[Axis, int]]:
+        axes = []
+        for layer in self.probing.order:
+            for axis in layer.makes if layer.sort != "dense" else ():
+                if nodes[self.probing.range_of(axis)].all():
+                    axes.append((axis, self.probing.nodes[axis][1]))
+        return axes
+
+    def _freeze(self, residual: bool) -> None:
+        """Leave out the layers that make the output or a sum, and every layer that arrives where these do."""
+        for layer, seen in self.reach.items():
+            if seen.output:
+                self._leave_out(layer, OUTPUT)
+            elif not residual and (seen.reached & self.summed).any():
+                self._leave_out(layer, RESIDUAL)
+            elif not seen.reached.any():
+                self._leave_out(layer, "no layer reads what it makes")
+        growing = True
+        while growing:
+            growing = False
+            for layer, seen in self.reach.items():
+                if layer.name not in self.left_out and (seen.reached & self.frozen).any():
+                    self._leave_out(layer, "what it makes is mixed with what may not be removed")
+                    growing = True
+
+    def _leave_out(self, layer: Layer, reason: str) -> None:
+        self.left_out[layer.name] = reason
+        self.frozen |= self.reach[layer].reached
+        for axis in layer.makes:
+            self.frozen[self.probing.range_of(axis)] = True
+
+    def _tables(self, layers: Iterable[Layer]) -> dict[Layer, Tensor]:
+        """Layer → (channels, nodes): where each channel arrives. Layers that share no reader are probed at once."""
+        tables = {}
+        for together in _apart(layers, self.reach):
+            digits = {layer: code(layer.width) for layer in together}
+            hits: dict[Layer, list[list[Tensor]]] = {layer: [[] for _ in digits[layer]] for layer in together}
+            flat = {layer: [(at, mask) for at, digit in enumerate(digits[layer]) for mask in digit]
+                    for layer in together}  # fmt: skip
+            for tests in zip_longest(*flat.values()):
+                now = {layer: test for layer, test in zip(together, tests, strict=True) if test is not None}
+                reached = self.probing.spread({layer: mask for layer, (_, mask) in now.items()}).reached
+                for layer, (at, _) in now.items():
+                    hits[layer][at].append(reached & self.reach[layer].reached)
+            for layer in together:
+                tables[layer] = decode(digits[layer], hits[layer])
+        return tables
+
+    def _own_edges(self, layer: Layer) -> Tensor:
+        """A channel's row in the weight and its bias are one."""
+        first, *rest = [torch.arange(self.probing.size)[self.probing.range_of(axis)] for axis in layer.makes]
+        return torch.cat([torch.stack([first, first]), *(torch.stack([first, other]) for other in rest)], 1)
+
+    def _arrival_edges(self, layer: Layer, table: Tensor) -> Tensor:
+        channel, node = table.nonzero().T
+        return torch.stack([channel + self.probing.nodes[layer.makes[0]][0], node])
+
+    def _forbid(self, labels: Tensor) -> None:
+        self.labels[torch.isin(self.labels, labels[labels >= 0])] = -1
+
+    def _raw_tensors(self, live: list[Layer]) -> None:
+        """Parameters and buffers outside the known layers: a scale for each channel belongs to the channel's unit."""
+        probing = self.probing
+        units = torch.zeros(probing.size, dtype=torch.bool)
+        for layer in live:
+            units |= self.reach[layer].reached
+        known = {axis[0] for layer in probing.order for axis in (*layer.makes, *layer.reads)}
+        seen: set[int] = set()
+        for name, tensor in probing.tensors.items():
+            if name in known or id(tensor) in seen or tensor.numel() < 2 or not tensor.is_floating_point():
+                continue
+            seen.add(id(tensor))
+            dims = [dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1]
+            reached = probing.spread({(name, dims[0]): _all(tensor.shape[dims[0]])}).reached & units
+            labels = self.labels[reached]
+            labels = labels[labels >= 0].unique()
+            if len(labels) > 1:
+                self._match(name, dims, labels)
+
+    def _match(self, name: str, dims: list[int], labels: Tensor) -> None:
+        """Find the dimension of a tensor that lies along some units, if it has one."""
+        probing = self.probing
+        for dim in dims:
+            size = probing.tensors[name].shape[dim]
+            digits = code(size)
+            hits = [[probing.spread({(name, dim): mask}).reached for mask in digit] for digit in digits]
+            units = self.labels[:, None] == labels[None, :]
+            meets = (decode(digits, hits).float() @ units.float()) > 0
+            if meets.all():
+                continue  # Every position goes to every unit, as a number for the whole layer does.
+            if bool((meets.sum(1) <= 1).all()) and bool(meets.any(0).all()):
+                probing.add_nodes((name, dim))
+                own = torch.where(meets.any(1), labels[meets.float().argmax(1)], -1)
+                self.labels = torch.cat([self.labels, own])
+                self.summed = torch.cat([self.summed, torch.zeros(size, dtype=torch.bool)])
+                self.raw.append((name, dim))
+                return
+            self._forbid(labels)
+            return
+
+
+def components(edges: Tensor, nodes: int) -> Tensor:
+    """The number of the connected component of every node, which is the smallest node in it."""
+    labels = torch.arange(nodes)
+    while True:
+        smaller = torch.minimum(labels[edges[0]], labels[edges[1]])
+        new = labels.scatter_reduce(0, edges[0], smaller, "amin").scatter_reduce(0, edges[1], smaller, "amin")
+        new = new[new]
+        if torch.equal(new, labels):
+            return labels
+        labels = new
+
+
+def _apart(layers: Iterable[Layer], reach: Mapping[Layer, Pass]) -> list[list[Layer]]:
+    """Layers in sets within which no two arrive at the same node."""
+    sets: list[tuple[list[Layer], Tensor]] = []
+    for layer in layers:
+        mine = reach[layer].reached
+        for members, taken in sets:
+            if not (taken & mine).any():
+                members.append(layer)
+                taken |= mine
+                break
+        else:
+            sets.append(([layer], mine.clone()))
+    return [members for members, _ in sets]
+
+
+def _all(size: int) -> Tensor:
+    return torch.ones(size, dtype=torch.bool)

@@ -1,0 +1,158 @@
+"""The groups of any model, found by watching where its channels go."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shaver.batches import Forward, forward_of, outputs_in
+from shaver.measure.evaluating import evaluating
+from shaver.naming import check_name
+from shaver.structure.assembling import assemble
+from shaver.structure.coupling import Coupling
+from shaver.structure.groups import Group, Groups, Kind
+from shaver.structure.heads import packed_heads
+from shaver.structure.layers import Axis
+from shaver.structure.probing import Change, Probing
+
+
+def find_groups(
+    model: nn.Module,
+    example: Any,
+    *,
+    forward: Forward | None = None,
+    residual: bool = False,
+    seconds: float = 60.0,
+    kinds: Collection[str] | None = None,
+) -> Groups:
+    """Which channels, hidden units and attention heads of a model must go together.
+
+    Example:
+        >>> groups = find_groups(shaver.zoo.build("lenet"), torch.randn(1, 1, 28, 28))
+        >>> {name: group.units for name, group in groups.items()}
+        {'conv1': 6, 'conv2': 16, 'conv3': 120, 'fc1': 84}
+        >>> groups.left_out
+        {'fc2': "it makes the model's output"}
+
+    A group is returned only if nothing but its units arrives where they are read. Layers that make the output are
+    never in a group, nor is what the model reads; streams to which several layers add only with ``residual=True``.
+
+    Args:
+        model: Left as it was: mode, tensors and random state.
+        example: A batch: inputs, a tuple (inputs, targets), or a dict with keyword arguments.
+        forward: ``forward(model, batch)`` for a batch of another kind, or outputs that are not a tensor.
+        residual: Also the channels of residual streams, where they can be removed exactly. They cannot where a
+            LayerNorm takes its mean over them.
+        seconds: A ``TimeoutError`` says where the search stopped after so long.
+        kinds: Only these of ``"channels"``, ``"hidden"``, ``"heads"`` and ``"residual"``.
+
+    Returns:
+        The groups in the order in which the model calls its layers, and ``left_out``: layers that are in none, and
+        why.
+
+    Raises:
+        ValueError: There are no groups, or ``kinds`` names something else.
+        RuntimeError: The example does not run through the model.
+        TimeoutError: After ``seconds``.
+    """
+    wanted = {check_name("kind of group", kind, get_args(Kind)) for kind in kinds} if kinds is not None else None
+    run = forward or _forward
+    with evaluating(model):
+        batch = _short(model, run, example)
+        with Probing(model, lambda given: run(model, given), batch, seconds) as probing:
+            coupling = Coupling(probing, residual)
+            found = _alone(probing, coupling, assemble(coupling), batch)
+    places = {layer.name: place for place, layer in enumerate(probing.order)}
+    found += [(places[name], group) for name, group in packed_heads(model).items() if name in places]
+    kept = {
+        group.name: group
+        for _, group in sorted(found, key=lambda pair: pair[0])
+        if wanted is None or group.kind in wanted
+    }
+    if not kept:
+        raise ValueError(_nothing(model, coupling.left_out, wanted, [group for _, group in found]))
+    return Groups(kept, left_out=coupling.left_out)
+
+
+def _alone(probing: Probing, coupling: Coupling, found: list[tuple[int, Group]], batch: Any) -> list[tuple[int, Group]]:
+    """The groups whose units are silent when they are zero, whatever the inputs and all other layers do."""
+    makes: dict[Axis, Tensor] = {}
+    for _, group in found:
+        for piece in group.slices:
+            if piece.role == "makes":
+                axis = (piece.tensor, piece.dim)
+                mask = makes.setdefault(axis, torch.zeros(probing.nodes[axis][1], dtype=torch.bool))
+                mask[piece.index.flatten()] = True
+    # The tensors of layers that answer from memory are silenced at the layer's output.
+    silent = {layer: makes[layer.makes[0]] for layer in coupling.sources if layer.makes[0] in makes}
+    at_layers = {axis for layer in coupling.sources for axis in layer.makes}
+    mute = [Change(layer, mask, "zero") for layer, mask in silent.items()]
+    mute += [Change(axis, mask, "zero") for axis, mask in makes.items() if axis not in at_layers]
+    others = [Change(layer, torch.ones(layer.width, dtype=torch.bool), "shift")
+              for layer in coupling.sources if layer not in silent]  # fmt: skip
+    quiet = probing.run(mute, real=True)
+    moved = probing.run([*mute, *others], reference=quiet, batch=_moved(batch), real=True).reached
+    kept = []
+    for place, group in found:
+        reads = [piece for piece in group.slices if piece.role == "reads"]
+        if any(moved[probing.range_of((piece.tensor, piece.dim))][piece.index].any() for piece in reads):
+            coupling.left_out[group.name] = "something else arrives where its units are read"
+        else:
+            kept.append((place, group))
+    return kept
+
+
+def _forward(model: nn.Module, batch: Any) -> Tensor:
+    return outputs_in(model(batch)) if isinstance(batch, Tensor) else forward_of(model, batch)
+
+
+def _short(model: nn.Module, run: Forward, example: Any) -> Any:
+    """Two samples of the example, or all of it where the model does not take two.
+
+    Raises:
+        RuntimeError: The model does not take the example either.
+    """
+    batch = dict(example) if isinstance(example, Mapping) else example
+    lengths = {len(value) for value in tree_leaves(batch) if isinstance(value, Tensor) and value.ndim}
+    if len(lengths) == 1 and lengths.pop() > 2:
+        shorter = tree_map(lambda value: value[:2] if isinstance(value, Tensor) and value.ndim else value, batch)
+        try:
+            run(model, shorter)
+        except Exception:  # Whatever the user's model raises: the example as it is decides.
+            pass
+        else:
+            return shorter
+    try:
+        run(model, batch)
+    except Exception as error:
+        raise RuntimeError(
+            f"the example does not run through {type(model).__name__}: {error} An example is a batch: the inputs, a "
+            "tuple (inputs, targets) or a dict of keyword arguments; forward=lambda model, batch: … covers others."
+        ) from error
+    return batch
+
+
+def _moved(batch: Any) -> Any:
+    """The batch with other numbers in it; masks, which are no data, stay."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value + torch.linspace(1, 2, value.numel(), device=value.device).reshape(value.shape).to(value.dtype)
+
+    if isinstance(batch, Mapping):
+        return {key: value if "mask" in str(key) else tree_map(one, value) for key, value in batch.items()}
+    return tree_map(one, batch)
+
+
+def _nothing(model: nn.Module, left_out: Mapping[str, str], wanted: set[str] | None, found: list[Group]) -> str:
+    kind = type(model).__name__
+    if found:
+        others = ", ".join(sorted({group.kind for group in found}))
+        return f"{kind} has no groups of kinds={sorted(wanted or ())!r}; it has groups of {others}."
+    if not left_out:
+        return f"{kind} calls no layer whose channels could be removed (linear layers, convolutions, attention)."
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+    return f"{kind} has no units that could be removed. {reasons}."

@@ -1,0 +1,273 @@
+"""Which layers read a channel: spoil it, run the model, and see where it arrives.
+
+Every layer answers from memory with what it returned in one clean pass, so that nothing but the operations *between*
+layers is computed, and a change at one layer's output ends at the inputs of those that read it. Nothing is assumed
+about these operations: reshapes, concatenations, gates, attention and a user's own code are simply executed.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shaver.structure.layers import Axis, Layer, layers_of
+
+How = Literal["nan", "shift", "zero"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to some channels of a layer's output, or to some positions of a tensor of the model.
+
+    Attributes:
+        where: The layer, or the dimension of a parameter or buffer.
+        mask: Which channels or positions.
+        how: ``"nan"`` travels through all arithmetic; ``"shift"`` adds a large positive number, and gets through
+            where code compares and selects; ``"zero"`` silences.
+    """
+
+    where: Layer | Axis
+    mask: Tensor
+    how: How
+
+
+@dataclass
+class Pass:
+    """What one forward pass showed.
+
+    Attributes:
+        reached: For every node (position of a dimension), whether a value met there differs from the reference.
+        output: Whether the model's output differs.
+        seen: What each layer met, call by call, as a reference for another pass.
+    """
+
+    reached: Tensor
+    output: bool = False
+    seen: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class Probing:
+    """A model whose layers answer from memory, for as long as the ``with`` block lasts.
+
+    Args:
+        model: In evaluation mode.
+        forward: ``forward(batch)`` runs the model and returns its output.
+        batch: To be run.
+        seconds: A ``TimeoutError`` that names the layer ends any pass after so long.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[[Any], Tensor], batch: Any, seconds: float) -> None:
+        self.model = model
+        self._known = layers_of(model)
+        #: The layers in the order in which the model calls them.
+        self.order: list[Layer] = []
+        self.tensors: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        self.nodes: dict[Axis, tuple[int, int]] = {}
+        self.size = 0
+        for layer in self._known:
+            for axis in (*layer.makes, *layer.reads):
+                self.add_nodes(axis)
+        self._forward, self._batch = forward, batch
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._passes = 0
+        self._answers: dict[tuple[str, int], Any] = {}
+        self._calls: Counter[str] = Counter()
+        self._changes: dict[str, Change] = {}
+        self._reference: Pass | None = None
+        self._now = Pass(torch.zeros(0))
+        self._real = True
+        self._patched = ExitStack()
+
+    def add_nodes(self, axis: Axis) -> None:
+        """Number the positions of a dimension."""
+        if axis not in self.nodes:
+            size = self.tensors[axis[0]].shape[axis[1]]
+            self.nodes[axis] = (self.size, size)
+            self.size += size
+
+    def range_of(self, axis: Axis) -> slice:
+        """The nodes of a dimension."""
+        start, size = self.nodes[axis]
+        return slice(start, start + size)
+
+    def __enter__(self) -> "Probing":
+        for layer in self._known:
+            self._patched.enter_context(_answering(layer.module, self._wrap(layer)))
+        # The fused encoder layer of torch would go past the layers inside it.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._patched.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        try:
+            self.clean = self.run([])
+        except BaseException:
+            self._patched.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patched.close()
+
+    def run(
+        self, changes: Sequence[Change], *, reference: Pass | None = None, batch: Any = None, real: bool = False
+    ) -> Pass:
+        """One forward pass with some changes, compared with a reference.
+
+        Args:
+            changes: At most one a layer.
+            reference: The clean pass by default.
+            batch: Other inputs than those of the clean pass.
+            real: Compute grouped convolutions, instead of spoiling every output of a group that a change reaches.
+        """
+        self._passes += 1
+        self._calls.clear()
+        self._reference = reference or getattr(self, "clean", None)
+        self._real = real or self._reference is None
+        self._now = Pass(torch.zeros(self.size, dtype=torch.bool))
+        self._changes = {change.where.name: change for change in changes if isinstance(change.where, Layer)}
+        in_tensors = [change for change in changes if not isinstance(change.where, Layer)]
+        with self._changed_tensors(in_tensors):
+            output = self._forward(self._batch if batch is None else batch)
+        self._now.outputs = [output.detach().clone()]
+        if self._reference is not None:
+            self._now.output = bool(differs(output, self._reference.outputs[0]).any())
+        return self._now
+
+    def spread(self, changes: Mapping[Layer | Axis, Tensor]) -> Pass:
+        """Where a change arrives, by either way of spoiling."""
+        hit = self.run([Change(where, mask, "nan") for where, mask in changes.items()])
+        shifted = self.run([Change(where, mask, "shift") for where, mask in changes.items()])
+        return Pass(hit.reached | shifted.reached, hit.output or shifted.output)
+
+    @contextmanager
+    def _changed_tensors(self, changes: Sequence[Change]) -> Iterator[None]:
+        kept: dict[str, Tensor] = {}
+        try:
+            for change in changes:
+                assert not isinstance(change.where, Layer)
+                name, dim = change.where
+                tensor = self.tensors[name]
+                if name not in kept:
+                    kept[name] = tensor.data
+                    tensor.data = tensor.data.clone()
+                _apply(tensor.data, dim, change.mask, change.how)
+            yield
+        finally:
+            for name, data in kept.items():
+                self.tensors[name].data = data
+
+    def _wrap(self, layer: Layer) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError(
+                        f"looking for groups took longer than seconds={self._seconds:g} and stopped in layer "
+                        f"{layer.name!r}, forward pass {self._passes}; allow more seconds=, or pass a smaller example."
+                    )
+                key = (layer.name, self._calls[layer.name])
+                self._calls[layer.name] += 1
+                if self._reference is None and layer not in self.order:
+                    self.order.append(layer)
+                if layer.sort == "norm":
+                    return self._met(layer, key, [original(*args, **kwargs)])[0]
+                inputs = self._met(layer, key, _arrivals(layer, args, kwargs))
+                if key not in self._answers or (layer.sort == "grouped" and self._real):
+                    answer = original(*args, **kwargs)
+                    if self._reference is None:
+                        self._answers[key] = _copy(answer)
+                    return answer
+                answer = _copy(self._answers[key])
+                main = answer[0] if isinstance(answer, tuple) else answer
+                if layer.sort == "grouped":
+                    self._spoil_groups(layer, main, key, inputs[0])
+                change = self._changes.get(layer.name)
+                if change is not None:
+                    _apply(main, layer.output_dim, change.mask, change.how)
+                return answer
+
+            return forward
+
+        return wrap
+
+    def _met(self, layer: Layer, key: tuple[str, int], values: list[Tensor]) -> list[Tensor]:
+        """Keep what a layer met, and mark the nodes where it differs from the reference."""
+        self._now.seen[key] = [value.detach().clone() for value in values]
+        if self._reference is None or key not in self._reference.seen or layer.sort == "grouped":
+            return values
+        for at, (value, other) in enumerate(zip(values, self._reference.seen[key], strict=True)):
+            if layer.sort == "norm":
+                axes: Sequence[Axis] = layer.makes
+            else:
+                # Queries, keys and values of an attention module go to one weight or to one each.
+                axes = layer.reads[at : at + 1] if len(layer.reads) > 1 else layer.reads
+            hit = along(differs(value, other), layer.output_dim if layer.sort == "norm" else layer.input_dim)
+            for axis in axes:
+                self._now.reached[self.range_of(axis)] |= hit
+        return values
+
+    def _spoil_groups(self, layer: Layer, output: Tensor, key: tuple[str, int], value: Tensor) -> None:
+        assert self._reference is not None
+        hit = along(differs(value, self._reference.seen[key][0]), layer.input_dim).reshape(layer.groups, -1).any(1)
+        if not hit.any():
+            return
+        for axis in layer.makes:
+            self._now.reached[self.range_of(axis)] |= hit.repeat_interleave(self.nodes[axis][1] // layer.groups)
+        how = "nan" if bool(value.isnan().any()) else "shift"
+        _apply(output, layer.output_dim, hit.repeat_interleave(layer.width // layer.groups), how)
+
+
+@contextmanager
+def _answering(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Put a function in front of a module's ``forward``, and take it away again."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = wrap(module.forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+def differs(value: Tensor, other: Tensor) -> Tensor:
+    """Where two tensors differ; what is not a number in both does not."""
+    if value.shape != other.shape:
+        return torch.ones_like(value, dtype=torch.bool)
+    return (value != other) & ~(value.isnan() & other.isnan())
+
+
+def along(hit: Tensor, dim: int) -> Tensor:
+    """Any over every other dimension."""
+    return hit.movedim(dim, 0).flatten(1).any(1).cpu()
+
+
+def _apply(tensor: Tensor, dim: int, mask: Tensor, how: How) -> None:
+    shape = [1] * tensor.ndim
+    shape[dim] = -1
+    mask = mask.to(tensor.device).reshape(shape)
+    if how == "shift":
+        # Uneven numbers, so that no mean or difference takes them away again.
+        steps = torch.linspace(1, 2, tensor.numel(), device=tensor.device).reshape(tensor.shape)
+        tensor += (100 * steps * mask).to(tensor.dtype)
+    else:
+        tensor.masked_fill_(mask, float("nan") if how == "nan" else 0.0)
+
+
+def _copy(answer: Any) -> Any:
+    if isinstance(answer, tuple):
+        return tuple(_copy(part) for part in answer)
+    return answer.detach().clone() if isinstance(answer, Tensor) else answer
+
+
+def _arrivals(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return tensors[: 3 if isinstance(layer.module, nn.MultiheadAttention) else 1]
