@@ -10,6 +10,7 @@ from rich.console import Console
 
 from shaver import __version__
 from shaver.study.pruning_options import PruningOptions
+from shaver.study.run_options import RunOptions
 
 _ABOUT = "Train networks that shave well, shave them, and show what is left. `shaver --version` prints the version."
 
@@ -49,6 +50,28 @@ def prune(options: Annotated[PruningOptions, tyro.conf.arg(name="")]) -> None:
     run_prune(options, Console())
 
 
+def run(options: Annotated[RunOptions, tyro.conf.arg(name="")]) -> None:
+    """Run an experiment of the paper: train its networks, prune them by every criterion, measure, write a table.
+
+    Example: `shaver run lenet-mnist --epochs 5 --seeds 1 --priors parameter unit`. What is done is not done again, and
+    what was interrupted (Ctrl-C, a crash) goes on where it was; a cell that fails does not stop the others.
+    """
+    from shaver.study.run_command import run_recipe
+
+    run_recipe(options, Console())
+
+
+def list_recipes(runs: Path = Path("runs")) -> None:
+    """List the experiments: what each stands for in the paper, how long it takes here, and how far it is.
+
+    Args:
+        runs: The folder in which run folders are looked for.
+    """
+    from shaver.study.listing import recipe_table
+
+    Console().print(recipe_table(runs))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
@@ -61,7 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"demo": demo, "prune": prune}, prog="shaver", description=_ABOUT, args=given or ["--help"]
+            {"demo": demo, "list": list_recipes, "prune": prune, "run": run},
+            prog="shaver",
+            description=_ABOUT,
+            args=given or ["--help"],
         )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,0 +1,124 @@
+"""A trained network, pruned and measured: one row for each criterion and sparsity."""
+
+import copy
+import math
+import time
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from shaver.criteria import needs, score
+from shaver.data import Splits
+from shaver.measure import cost, latency, quality
+from shaver.pruning import Pruned, prune
+from shaver.study.grid import Cell
+from shaver.study.store import Report, Trained
+from shaver.study.sweep import DENSE, Row
+from shaver.training import Options, fit
+
+#: Samples of a call whose latency is measured.
+LATENCY_BATCH = 128
+
+
+def evaluate(
+    cell: Cell, trained: Trained, data: Splits, *, skip: Collection[str] = (), report: Report
+) -> Iterator[list[Row]]:
+    """Yield rows as they are measured: the dense network's, then each criterion's.
+
+    Args:
+        cell: Which stage, criteria and sparsities.
+        trained: The network.
+        data: Its data.
+        skip: Criteria whose rows exist already, ``"dense"`` among them.
+        report: Told before each criterion.
+    """
+    stage = cell.stage
+    if stage.name == "structured":
+        from shaver.study.structured import evaluate_structured
+
+        yield from evaluate_structured(cell, trained, data, skip=skip, report=report)
+        return
+    if stage.name == "online":
+        if not skip:
+            yield [_online_row(cell, trained, data)]
+        return
+    if DENSE not in skip:
+        report("measuring the dense network", 0, len(stage.criteria))
+        yield [dense_row(trained, data)]
+    for number, criterion in enumerate(stage.criteria):
+        if criterion in skip:
+            continue
+        report(f"pruning by {criterion}", number, len(stage.criteria))
+        scores, seconds = timed_scores(cell, trained, data, criterion)
+        rows = []
+        for sparsity in stage.sparsities:
+            network = copy.deepcopy(trained.model)
+            pruned = prune(network, scores, sparsity, posterior=trained.posterior)
+            row: Row = {"criterion": criterion, "sparsity": sparsity, "achieved": pruned.achieved}
+            row |= {"score_seconds": seconds}
+            if stage.epochs:
+                row["tuning_epochs"] = stage.epochs
+                fine_tune(cell, network, data, pruned)
+            else:
+                row["log_evidence"] = log_evidence(trained) + (pruned.evidence_change or 0.0)
+            rows.append(row | measured(network, data))
+        yield rows
+
+
+def dense_row(trained: Trained, data: Splits) -> Row:
+    """The network before pruning, with its latency."""
+    row: Row = {"criterion": DENSE, "sparsity": 0.0, "achieved": 0.0, "log_evidence": log_evidence(trained)}
+    return row | measured(trained.model, data, timed=True)
+
+
+def timed_scores(cell: Cell, trained: Trained, data: Splits, criterion: str) -> tuple[dict[str, Tensor], float]:
+    """The scores and the seconds they took, with the curvature estimate where only scoring needed it."""
+    began = time.perf_counter()
+    batches = data.train.batches(256, augment=False)
+    seed = cell.training.fit["seed"]
+    scores = score(trained.model, criterion, posterior=trained.posterior, batches=batches, seed=seed)
+    seconds = time.perf_counter() - began
+    if "posterior" in needs(criterion):
+        seconds += trained.facts["posterior_seconds"]
+    return scores, seconds
+
+
+def fine_tune(cell: Cell, network: nn.Module, data: Splits, pruned: Pruned | None = None) -> None:
+    """Train on under the prior of MAP at a tenth of the learning rate, the zeros held."""
+    options = {name: cell.training.fit[name] for name in ("optimizer", "batch_size", "seed")}
+    decay = Options(weight_decay=cell.training.temperature / len(data.train))
+    masks = None if pruned is None else pruned.masks
+    lr = cell.training.fit["lr"] / 10
+    fit(network, data.train, method="map", epochs=cell.stage.epochs, lr=lr, masks=masks, options=decay, **options)
+
+
+def measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
+    """Quality on the test data and cost.
+
+    ``bytes`` are those of the smallest way to store the network, ``flops`` those that it executes: masked weights are
+    stored for nothing and multiplied all the same. ``flops_sparse`` counts the multiplications with non-zero weights.
+    """
+    found = quality(network, data.test.batches(1000)).as_dict()
+    example = data.test[:1][0]
+    costs = cost(network, example, latency=False)
+    row: Row = {name: found[name] for name in ("accuracy", "nll", "ece", "brier")}
+    row |= {"nonzeros": costs.nonzeros, "parameters": costs.parameters, "bytes": costs.bytes_sparse}
+    row |= {"flops": costs.flops, "bytes_dense": costs.bytes_dense, "flops_sparse": costs.flops_sparse}
+    if timed:
+        row["latency_ms"] = 1000 * latency(network, example, batch_size=LATENCY_BATCH, seconds=2.0).median
+    return row
+
+
+def log_evidence(trained: Trained) -> float:
+    """Of the dense network; NaN without the likelihood of the data, and for L1, whose prior is no Gaussian."""
+    if "l1" in trained.facts or not math.isfinite(trained.posterior.curvature.log_likelihood):
+        return math.nan
+    return trained.posterior.log_evidence
+
+
+def _online_row(cell: Cell, trained: Trained, data: Splits) -> Row:
+    criterion = "opd" if cell.training.labels["method"] == "spam" else "magnitude"
+    row: dict[str, Any] = {"criterion": criterion, "sparsity": cell.training.online}
+    row |= {"achieved": trained.facts["online"], "score_seconds": 0.0}
+    return row | measured(trained.model, data)

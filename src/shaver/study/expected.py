@@ -1,0 +1,39 @@
+"""How long a recipe takes on two cores, from what one epoch and one pass over the test data were measured to take."""
+
+from shaver.study.grid import Cell, cells_of
+from shaver.study.recipe import Recipe, Task
+
+#: Seconds of an epoch over those of a MAP epoch, by structure and source.
+_RATIOS = {"": 1.0, "diag-mc": 1.1, "diag-ef": 1.1, "diag-ggn": 3.0, "kron-mc": 2.0, "kron-ef": 2.0, "kron-ggn": 3.0}
+#: A process imports torch and reads its data.
+_START = 5.0
+#: A search for λ trains five networks for a third of the epochs.
+_SEARCH = 5 / 3
+
+
+def expected_seconds(recipe: Recipe, cores: int = 2) -> float | None:
+    """Wall time with nothing done before; ``None`` where a task was never timed."""
+    tasks = {task.name: task for task in recipe.tasks}
+    if not all(task.epoch_seconds for task in recipe.tasks):
+        return None
+    trainings: dict[str, float] = {}
+    total = 0.0
+    for cell in cells_of(recipe):
+        trainings[cell.training.key] = _training(cell, tasks[cell.task])
+        total += _START + _evaluation(cell, tasks[cell.task])
+    return (total + sum(trainings.values())) / cores
+
+
+def _training(cell: Cell, task: Task) -> float:
+    labels = cell.training.labels
+    ratio = _RATIOS[f"{labels['structure']}-{labels['source']}".strip("-")]
+    epochs = task.epochs * (1 + _SEARCH if labels["method"] == "l1" else 1)
+    return epochs * (task.epoch_seconds * ratio + (task.pass_seconds if cell.training.curves else 0))
+
+
+def _evaluation(cell: Cell, task: Task) -> float:
+    stage = cell.stage
+    points = len(stage.sparsities) * (1 if stage.name == "online" else len(stage.criteria))
+    # GraSP is the dearest score, about two epochs; the others are below one.
+    scores = 0.0 if stage.name == "online" else 3 * task.epoch_seconds
+    return scores + points * (task.pass_seconds + stage.epochs * task.epoch_seconds)

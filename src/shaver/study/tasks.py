@@ -1,0 +1,78 @@
+"""The paper's networks on their data: its hyper-parameters (``paper``), and what two cores finish (``cpu``).
+
+The ``paper`` values are those of its Table D4. ``epoch_seconds`` and ``pass_seconds`` are one MAP epoch and one pass
+over the test data, measured on one core of a two-core machine without a GPU.
+"""
+
+from typing import Any
+
+from shaver.study.recipe import Task
+
+_TITLES = {
+    "fcn-cancer": "FCN on breast cancer",
+    "fcn-mnist": "FCN on MNIST",
+    "lenet-mnist": "LeNet on MNIST",
+    "lenet-fashion": "LeNet on FashionMNIST",
+    "lenet-cifar10": "LeNet on CIFAR-10",
+    "mixer-mnist": "MLP-Mixer on MNIST",
+    "resnet-cifar10": "Fixup ResNet-18 on CIFAR-10",
+    "wrn-cifar10": "WRN-16-4 on CIFAR-10",
+    "wrn-cifar100": "WRN-16-4 on CIFAR-100",
+    "vit-mnist": "ViT on MNIST",
+}
+_CANCER = {"name": "fcn", "inputs": 30, "hidden": [100, 100], "classes": 2}
+_FCN = {"name": "fcn", "inputs": 784, "hidden": [256], "classes": 10}
+_LENET = {"name": "lenet", "image_size": 28, "channels": 1}
+_LENET32 = {"name": "lenet", "image_size": 32, "channels": 3}
+_MIXER = {"name": "mixer", "depth": 2}
+_VIT = {"name": "vit"}
+#: The paper's ResNet and WRN rows: augmented, δ every fifth epoch after 20, the data counted five times.
+_LARGE: dict[str, Any] = {"augment": True, "lr": 0.1, "temperature": 0.2, "burn_in": 20, "frequency": 5}
+
+
+def _paper(name: str, network: dict[str, Any], data: str, epochs: int, **settings: Any) -> Task:
+    return Task(name, _TITLES[name], "paper", "", network, data, epochs, **settings)
+
+
+def _cpu(name: str, note: str, network: dict[str, Any], data: str, epochs: int, **settings: Any) -> Task:
+    return Task(name, _TITLES[name], "cpu", note, network, data, epochs, **settings)
+
+
+_ALL = (
+    _paper("fcn-cancer", _CANCER, "cancer", 50, batch_size=64, optimizer="adam", lr=1e-3),
+    _paper("fcn-mnist", _FCN, "mnist", 100, batch_size=64, optimizer="adam", lr=1e-3),
+    # Table D4 prints 0.001 for SGD here, whereas the authors' code has 0.1; --lr 0.1 gives the latter.
+    _paper("lenet-mnist", _LENET, "mnist", 100, lr=1e-3),
+    _paper("lenet-fashion", _LENET, "fashion", 100, lr=1e-3),
+    _paper("lenet-cifar10", _LENET32, "cifar10", 100, lr=1e-3),
+    _paper("mixer-mnist", _MIXER, "mnist", 100, optimizer="adam", lr=1e-3),
+    _paper("resnet-cifar10", {"name": "resnet18_fixup", "planes": 64}, "cifar10", 100, **_LARGE),
+    _paper("wrn-cifar10", {"name": "wrn16_fixup", "widen": 4}, "cifar10", 200, source="ef", **_LARGE),
+    _paper("wrn-cifar100", {"name": "wrn16_fixup", "widen": 4, "classes": 100}, "cifar100", 200, source="ef", **_LARGE),
+    _paper("vit-mnist", _VIT, "mnist", 100, optimizer="adam", lr=1e-3, source="ef", burn_in=20, frequency=5),
+    _cpu("fcn-cancer", "SGD instead of Adam", _CANCER, "cancer", 100, batch_size=64),
+    _cpu("fcn-mnist", "30 of 100 epochs, SGD instead of Adam", _FCN, "mnist", 30),
+    _cpu("lenet-mnist", "30 of 100 epochs", _LENET, "mnist", 30),
+    _cpu("lenet-fashion", "30 of 100 epochs", _LENET, "fashion", 30),
+    _cpu("lenet-cifar10", "30 of 100 epochs", _LENET32, "cifar10", 30),
+    _cpu("mixer-mnist", "10 of 100 epochs", _MIXER, "mnist", 10, optimizer="adam", lr=1e-3),
+    _cpu(
+        "resnet-cifar10", "8 instead of 64 planes, 10 of 100 epochs, half of the data",
+        {"name": "resnet18_fixup", "planes": 8}, "cifar10", 10, samples=25_000, source="mc",
+        augment=True, temperature=0.2,
+    ),
+    _cpu(
+        "wrn-cifar10", "WRN-16-1 instead of WRN-16-4, 10 of 200 epochs, half of the data",
+        {"name": "wrn16_fixup", "widen": 1}, "cifar10", 10, samples=25_000, source="mc",
+        augment=True, temperature=0.2,
+    ),
+    _cpu(
+        "wrn-cifar100", "WRN-16-1 instead of WRN-16-4, 10 of 200 epochs, half of the data",
+        {"name": "wrn16_fixup", "widen": 1, "classes": 100}, "cifar100", 10, samples=25_000, source="mc",
+        augment=True, temperature=0.2,
+    ),
+    _cpu("vit-mnist", "10 of 100 epochs", _VIT, "mnist", 10, optimizer="adam", lr=1e-3, source="mc"),
+)  # fmt: skip
+
+#: ``(name, scale) → task``.
+TASKS = {(task.name, task.scale): task for task in _ALL}
