@@ -8,8 +8,8 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import transformers as T  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import transformers as T
+from torch import Tensor, nn
 
 VOCABULARY, CLASSES, LENGTH = 13, 3, 5
 
