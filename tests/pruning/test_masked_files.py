@@ -170,7 +170,7 @@ def test_damaged_and_foreign_folders_are_named(tmp_path):
     wrong = {"shape": "7x7", "type": "float32", "code": "bits"}
     for change, message in [
         ({"format": "other"}, "written by something else"),
-        ({"version": 2}, "version 2"),
+        ({"version": 9}, "version 9 .* a newer shaver wrote it"),
         ({"tensors": None}, "is damaged: one of"),
         ({"tensors": plan["tensors"] | {"0.weight": wrong}}, "damaged at '0.weight': a bit mask of the wrong length"),
         ({"tensors": plan["tensors"] | {"0.weight": {"same": "nobody"}}}, "damaged at '0.weight'"),

@@ -1,0 +1,140 @@
+"""ONNX files: the network for other runtimes, written once the file has been seen to compute the same."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.batches import LABELS, outputs_in
+from shaver.curvature.capture import undisturbed
+from shaver.io import atomic_path
+from shaver.measure.example import Example, call
+
+#: The largest difference between the file's outputs and the network's, relative to the largest output.
+TOLERANCE = 1e-5
+
+
+def export_onnx(
+    model: nn.Module, example: Example, path: str | os.PathLike[str], *, dynamic_batch: bool = True
+) -> Path:
+    """Write a network as one ONNX file, in evaluation mode, and compare it with the network, in onnxruntime if present.
+
+    Example:
+        >>> small = shaver.compact(model, example=x, criterion="magnitude", sparsity=0.5)
+        >>> shaver.structure.export_onnx(small, x, "small.onnx")
+
+    Args:
+        model: The network; left as it is. Of one that returns more than a tensor the file gives the ``logits``.
+        example: An input: a tensor, a tuple of positional or a dict of keyword arguments.
+        path: The file; it appears, or replaces an older one, only when the comparison has passed.
+        dynamic_batch: The file takes batches of any size: the first dimension of every tensor in the example.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: The extra ``onnx`` is not installed.
+        ValueError: The network cannot be exported, or the file computes something else.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f'ONNX files need {", ".join(missing)}: pip install "shaver[onnx]".')
+    target = Path(path)
+    positional, named = _arguments(example)
+    with undisturbed(model), torch.no_grad(), atomic_path(target) as temporary:
+        result = call(model, example)
+        _write(model if isinstance(result, Tensor) else _Outputs(model), positional, named, temporary, dynamic_batch)
+        difference = 0.0
+        if find_spec("onnxruntime") is not None:
+            difference = _difference(outputs_in(result), _run(temporary, [*positional, *named.values()]))
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"the ONNX file of {type(model).__name__} differs from the network by {difference:.2g} of the largest "
+                f"output, more than {TOLERANCE:g}; {target} was not written."
+            )
+    return target
+
+
+class _Outputs(nn.Module):
+    """A network that returns its outputs and nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return outputs_in(self.model(*args, **kwargs))
+
+
+def _arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), {key: value for key, value in example.items() if key != LABELS}
+    return tuple(example), {}
+
+
+def _write(
+    model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any], path: Path, dynamic_batch: bool
+) -> None:
+    shapes: Any = None
+    if dynamic_batch:
+        batch = torch.export.Dim.DYNAMIC
+
+        def first(value: Any) -> Any:
+            return {0: batch} if isinstance(value, Tensor) and value.ndim and len(value) > 1 else None
+
+        shapes = tuple(map(first, positional)) if positional else {key: first(value) for key, value in named.items()}
+    try:
+        with _quietly():
+            torch.onnx.export(
+                model,
+                positional,
+                str(path),
+                kwargs=named or None,
+                dynamo=True,
+                dynamic_shapes=shapes,
+                external_data=False,
+                verbose=False,
+            )
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{type(model).__name__} cannot be exported to ONNX: {reason}") from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """The exporter reports each of its stages, and that torchvision is not there."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _run(path: Path, inputs: list[Any]) -> Tensor:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+    tensors = [value.detach().cpu().numpy() for value in inputs if isinstance(value, Tensor)]
+    feed = {wanted.name: value for wanted, value in zip(session.get_inputs(), tensors, strict=True)}
+    return torch.from_numpy(session.run(None, feed)[0])
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    if expected.shape != found.shape:
+        return float("inf")
+    size = float(expected.abs().max()) or 1.0
+    return float((expected.cpu().double() - found.double()).abs().max()) / size
