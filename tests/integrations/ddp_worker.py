@@ -1,0 +1,16 @@
+"""Run by torchrun: every case of ddp_cases, one file of results a rank."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ddp_cases import CASES, run
+
+from shaver.io import save_tensors
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for case in CASES:
+    save_tensors(Path(sys.argv[1]) / f"{case}-{dist.get_rank()}.safetensors", run(case, dist.get_rank(), 2))
+dist.destroy_process_group()
