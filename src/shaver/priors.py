@@ -1,12 +1,12 @@
 """The prior θ_p ~ N(0, 1/δ_p): how few or many numbers stand behind the precision δ of every weight.
 
-==============  =============================================================================================
-``"scalar"``    one δ for the network: weight decay
-``"layer"``     one δ for each parameter tensor
-``"unit"``      δ = b_o · a_i for a weight from input unit i to output unit o; a channel is a unit
-``"parameter"`` one δ for each weight: automatic relevance determination
-a function      a user's own grouping, see :func:`make_prior`
-==============  =============================================================================================
+===============  ============================================================================================
+``"scalar"``     one δ for the network: weight decay
+``"layer"``      one δ for each parameter tensor
+``"unit"``       δ = b_o · a_i for a weight from input unit i to output unit o; a channel is a unit
+``"parameter"``  one δ for each weight: automatic relevance determination
+a function       a user's own grouping, see :func:`make_prior`
+===============  ============================================================================================
 
 What ``"unit"`` means by tensor: dimensions 0 and 1 are the two kinds of units of a weight (linear, convolution of
 any dimension, transposed or not), with every kernel position sharing its pair's δ; the rows and columns of an
