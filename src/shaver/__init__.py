@@ -13,6 +13,7 @@ _NAMES = {
     "History": "shaver.training",
     "Posterior": "shaver.evidence",
     "SpaM": "shaver.spam",
+    "compact": "shaver.structure",
     "fit": "shaver.training",
     "load": "shaver.pruning",
     "log_evidence": "shaver.evidence",
@@ -23,7 +24,7 @@ _NAMES = {
 }
 _ROOMS = (
     *("criteria", "curvature", "data", "evidence", "io", "likelihoods", "measure"),
-    *("priors", "pruning", "training", "zoo"),
+    *("priors", "pruning", "structure", "training", "zoo"),
 )
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Posterior",
     "SpaM",
     "__version__",
+    "compact",
     "criteria",
     "curvature",
     "data",
@@ -48,16 +50,31 @@ __all__ = [
     "save",
     "score",
     "sparse_inference",
+    "structure",
     "training",
     "zoo",
 ]
 
 if TYPE_CHECKING:
-    from shaver import criteria, curvature, data, evidence, io, likelihoods, measure, priors, pruning, training, zoo
+    from shaver import (
+        criteria,
+        curvature,
+        data,
+        evidence,
+        io,
+        likelihoods,
+        measure,
+        priors,
+        pruning,
+        structure,
+        training,
+        zoo,
+    )
     from shaver.criteria import score
     from shaver.evidence import Posterior, log_evidence
     from shaver.pruning import load, prune, save, sparse_inference
     from shaver.spam import SpaM
+    from shaver.structure import compact
     from shaver.training import Diverged, History, fit
 
 

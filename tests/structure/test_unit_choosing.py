@@ -85,9 +85,21 @@ def test_a_share_of_parameters_is_reached_by_the_fewest_units(spread, sparsity):
     assert chosen.achieved >= sparsity
     assert chosen.achieved == 1 - parameters_left(model, groups, chosen.kept) / dense
     removed = sum(before - after for before, after in chosen.widths.values())
-    if removed:
+    if removed and spread == "uniform":
         fewer = choose_units(model, groups, rising(groups), (removed - 1) / 16, spread=spread)
         assert 1 - parameters_left(model, groups, fewer.kept) / dense < sparsity
+
+
+def test_free_widths_miss_the_target_by_less_than_any_unit():
+    model, groups = cnn()
+    dense = sum(p.numel() for p in model.parameters())
+    for sparsity in (0.1, 0.25, 0.4, 0.55, 0.7):
+        chosen = choose_units(model, groups, rising(groups), sparsity, target="parameters", spread="global")
+        assert chosen.achieved >= sparsity
+        for name, keep in chosen.kept.items():
+            if not bool(keep.all()):
+                more = {**chosen.kept, name: keep | (torch.arange(len(keep)) == int((~keep).nonzero()[-1]))}
+                assert 1 - parameters_left(model, groups, more) / dense < sparsity
 
 
 def test_parameters_left_are_those_of_a_network_built_so():

@@ -1,7 +1,7 @@
 """Structured pruning: groups of coupled units, their scores, and the smaller dense network that is left."""
 
 from shaver.structure.choosing import Choosing, Chosen, choose_units
-from shaver.structure.compact import CompactReport, compact, compact_with_report
+from shaver.structure.compacting import CompactReport, compact, compact_with_report
 from shaver.structure.compaction import Compacted, CompactionError, remove_units
 from shaver.structure.finding import find_groups
 from shaver.structure.gradual import Gradual

@@ -139,7 +139,25 @@ class Chooser:
             middle = (low + high) // 2
             low, high = (low, middle) if self._costs(keeping(middle)) <= goal else (middle, high)
         kept = keeping(high)
+        if self._how.spread == "global" and self._how.round_to == 1:
+            self._fill(kept, values, self._costs, goal)
         return Chosen(kept, self._how.target, requested, 1 - self._costs(kept) / dense)
+
+    def _fill(self, kept: dict[str, Tensor], values: Mapping[str, Tensor], costs: Costs, goal: float) -> None:
+        """Bring back the best of the fallen while the goal allows: one wide unit may have overshot it."""
+        best = {name: values[name].masked_fill(keep, -math.inf) for name, keep in kept.items()}
+        while best:
+            name = max(best, key=lambda group: float(best[group].max()))
+            unit = int(best[name].argmax())
+            if best[name][unit] == -math.inf:
+                del best[name]
+                continue
+            kept[name][unit] = True
+            if costs(kept) <= goal:
+                best[name][unit] = -math.inf
+            else:  # no other of this group fits either
+                kept[name][unit] = False
+                del best[name]
 
     def _units_to_remove(self, requested: float, most: int, total: int) -> int:
         count = round(requested * total)
@@ -211,6 +229,7 @@ def choose_units(
 
     A target of units is met to the nearest whole unit. For parameters, FLOPs and latency the fewest units go that
     save at least the share asked for, found by bisection; every cost on the way is that of a network really built.
+    Where widths are free, the best of the fallen then come back as long as that share allows.
 
     Args:
         model: The network; not changed.
