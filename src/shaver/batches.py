@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 #: The key of a dict batch that holds the targets.
 LABELS = "labels"
+#: The label that counts for nothing, as in ``F.cross_entropy``.
+IGNORED = -100
 
 #: ``forward(model, batch)``: the outputs (logits, means) of the network for one batch.
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -69,6 +72,18 @@ def targets_of(batch: Any) -> Tensor:
             f"the batch's targets are a {type(targets).__name__}, not a tensor; pass targets=lambda batch: …"
         )
     return targets
+
+
+def next_tokens(batch: Any) -> Tensor:
+    """The targets of a causal language model's batch: at every position the label of the next.
+
+    Such models take ``labels`` unshifted and shift them in their own loss; whoever compares their logits with targets
+    has to do the same. The last position has no next token and is ignored.
+
+    Example:
+        >>> shaver.curvature.estimate(model, batches, source="ef", targets=next_tokens)
+    """
+    return F.pad(targets_of(batch)[:, 1:], (0, 1), value=IGNORED)
 
 
 def batch_size_of(batch: Any) -> int:

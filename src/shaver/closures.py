@@ -102,3 +102,19 @@ class Attachment:
             if not in_objective(self._spam, optimizer):
                 apply_prior(optimizer, self._spam.delta_by_parameter(), step)
             self._spam.advance(optimizer)
+
+
+def inner_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer in a wrapper such as accelerate's, which calls itself one too but takes no hooks."""
+    inner = optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"expected a torch optimizer, or a wrapper with .optimizer, not {optimizer!r}.")
+    return inner
+
+
+def scale_of(optimizer: Any) -> Callable[[], float | None]:
+    """The loss scale of a wrapper that has a scaler of its own, asked anew at every step."""
+    scaler = getattr(optimizer, "scaler", None)
+    return lambda: float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None

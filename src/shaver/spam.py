@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from shaver.closures import Attachment, Objective
+from shaver.closures import Attachment, Objective, inner_optimizer, scale_of
 from shaver.curvature.blocks import Curvature
 from shaver.curvature.engine import STRUCTURES, estimate
 from shaver.curvature.gathering import over_ranks
@@ -220,18 +220,19 @@ class SpaM:
         self.advance(*optimizers)
         return None
 
-    def attach(self, *optimizers: Optimizer, scale: Callable[[], float | None] = lambda: None) -> None:
+    def attach(self, *optimizers: Any, scale: Callable[[], float | None] | None = None) -> None:
         """From now on ``optimizer.step()`` is ``spam.step(optimizer)``, whoever calls it, until :meth:`close`.
 
         For trainers that step the optimizer themselves, with a closure or without.
 
         Args:
-            optimizers: Each one's step counts as a step.
-            scale: Asked at every step: the loss scale of mixed precision, or None.
+            optimizers: Torch optimizers, or accelerate's wrappers of them. Each one's step counts as a step.
+            scale: Asked at every step: the loss scale of mixed precision, or None. Accelerate's is known.
         """
-        for optimizer in optimizers:
+        for given in optimizers:
+            optimizer = inner_optimizer(given)
             if id(optimizer) not in self._attached:
-                self._attached[id(optimizer)] = Attachment(self, optimizer, scale)
+                self._attached[id(optimizer)] = Attachment(self, optimizer, scale or scale_of(given))
 
     def observe(self, scale: float | None = None) -> float:
         """The gradients of a step are there: take in what they show. Returns what a unit of δ counts in the loss."""

@@ -7,9 +7,8 @@ from languages import CAUSAL, CLASSIFIERS, build, one_by_one, tokens
 from reference import assert_all_same
 from torch import Tensor, nn
 
-from shaver.batches import forward_of
+from shaver.batches import forward_of, next_tokens
 from shaver.curvature import OnlineCurvature, estimate
-from shaver.integrations.transformers import next_tokens
 from shaver.likelihoods import Classification
 
 FAMILIES = [(name, False) for name in CLASSIFIERS] + [(name, True) for name in CAUSAL]

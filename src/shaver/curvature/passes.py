@@ -64,7 +64,7 @@ class Pass:
 
     def attend(self, outputs: Tensor, plan: Plan) -> None:
         """The forward pass is over: hook into the graph, to be there when the backward pass comes by."""
-        self._plan, self._outputs, self._edge = plan, outputs.detach(), get_gradient_edge(outputs)
+        self._plan, self._outputs, self._edge = plan, outputs.detach(), _before_casts(get_gradient_edge(outputs))
         # before the layers' hooks: the last layer's needs what is read at the outputs
         self._edge.node.register_prehook(self._at_outputs(self._edge.output_nr))
         if self.look.source == "ef":
@@ -157,3 +157,14 @@ class Pass:
         for place, call in zip(gradients, calls, strict=True):
             self._caught[place] = None
             call.inputs = torch.empty_like(call.inputs, device="meta")  # the shape alone is asked for from now on
+
+
+def _before_casts(edge: GradientEdge) -> GradientEdge:
+    """Where the outputs were made, before they were cast: a loss inside the model sees them like that.
+
+    Mixed precision hands single-precision copies of the outputs on, which the model's own loss knows nothing of.
+    """
+    while edge.node.name() == "ToCopyBackward0":
+        node, number = edge.node.next_functions[0]
+        edge = GradientEdge(node, number)  # type: ignore[arg-type]
+    return edge

@@ -1,23 +1,181 @@
-"""Models and trainers of the transformers library."""
+"""SpaM as a callback of the transformers library's Trainer: ``Trainer(…, callbacks=[SpaMCallback()])``."""
 
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from shaver.batches import targets_of
+from shaver.closures import inner_optimizer, scale_of
+from shaver.evidence import Posterior
+from shaver.spam import SpaM
 
-#: The label that a loss leaves out.
-IGNORED = -100
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError('this callback needs the transformers library: pip install "shaver[transformers]".') from error
+
+#: Under which SpaM's state travels in the optimizer's first parameter group.
+KEY = "shaver.spam"
 
 
-def next_tokens(batch: Any) -> Tensor:
-    """The targets of a causal language model's batch: at every position the label of the next.
-
-    Such a model takes ``labels`` unshifted and shifts them itself; whoever compares its logits with targets has to
-    do the same. The last position has no next token and is ignored.
+class SpaMCallback(TrainerCallback):  # type: ignore[misc]
+    """Learns the prior while the Trainer trains; every optimizer step is a :meth:`shaver.SpaM.step`.
 
     Example:
-        >>> shaver.curvature.estimate(model, batches, source="ef", targets=next_tokens)
+        >>> callback = SpaMCallback()
+        >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+        >>> trainer.train()
+        >>> scores = shaver.score(model, "opd", posterior=callback.posterior)
+
+    The model's own loss is read as it is: classification, or causal language modelling with its shift and its
+    ignored positions; gradient accumulation, mixed precision, clipping, warm-up and any optimizer work as they do
+    without SpaM. A sample is a row of the batch: a sequence.
+
+    The state is saved in the Trainer's checkpoints, as part of the optimizer's, and
+    ``trainer.train(resume_from_checkpoint=…)`` goes on to the same numbers. Leave weight decay at 0: the prior takes
+    its place.
+
+    Args:
+        data_size: N, the number of training samples; None: the length of the training data set.
+        total_steps: How many optimizer steps training takes; None: what the Trainer expects.
+        log: Add log evidence, effective parameters and the rest, under ``spam/``, to what the Trainer logs.
+        options: Everything else :class:`shaver.SpaM` takes: ``prior="unit"``, ``source="ef"``, ``update=100``.
+
+    Attributes:
+        spam: The :class:`shaver.SpaM` at work; None before training begins.
     """
-    return F.pad(targets_of(batch)[:, 1:], (0, 1), value=IGNORED)
+
+    def __init__(
+        self, *, data_size: int | None = None, total_steps: int | None = None, log: bool = True, **options: Any
+    ) -> None:
+        if options.get("structure", "diag") != "diag" or options.get("online") is False:
+            raise ValueError(
+                "the callback learns online, from training's own passes; for structure='kron' or online=False use "
+                "shaver.SpaM in a loop of your own."
+            )
+        self.data_size, self.total_steps, self.log, self.options = data_size, total_steps, log, options
+        self.spam: SpaM | None = None
+        self._handles: list[RemovableHandle] = []
+        self._steps = 0
+
+    @property
+    def posterior(self) -> Posterior:
+        """The posterior at the present weights, for ``shaver.score(…, "opd", posterior=…)``."""
+        return self._at_work().posterior
+
+    # The Trainer's side ----------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **known: Any
+    ) -> None:
+        """Attach to the model and the optimizer, and take back what a checkpoint held."""
+        tokenizer = known.get("processing_class")
+        if tokenizer is not None:
+            check_tokenizer(model, tokenizer)
+        earlier = None
+        if self.spam is not None:  # a second call of train() goes on with what the first one learned
+            earlier = self.spam.state_dict()
+            self._close()
+        self.spam = SpaM(
+            model,
+            self.data_size or _data_size(known.get("train_dataloader")),
+            total_steps=self.total_steps or state.max_steps or None,
+            group=torch.distributed.group.WORLD if args.world_size > 1 else None,
+            **self.options,
+        )
+        if earlier is not None:
+            self.spam.load_state_dict(earlier)
+        self._handles = carry(self.spam, inner_optimizer(optimizer))
+        self.spam.attach(optimizer)
+        self._steps = self.spam.steps
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **known: Any) -> None:
+        """Drop what was seen of a step that a gradient scaler skipped; complain early if nothing is ever seen."""
+        spam = self._at_work()
+        if spam.steps == self._steps:
+            spam.observe(scale_of(optimizer)())
+        if spam.steps == 1 and not spam.statistics():
+            raise RuntimeError("the Trainer's first step did not call the model, so that SpaM saw nothing of it.")
+        self._steps = spam.steps
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **known: Any) -> None:
+        """Add what SpaM knows to the Trainer's log."""
+        if self.log and self.spam is not None and state.log_history and "loss" in state.log_history[-1]:
+            found = {f"spam/{name}": value for name, value in self.spam.statistics().items()}
+            state.log_history[-1].update(found)
+            if logs is not None:
+                logs.update(found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        """Take the hooks off; the posterior stays."""
+        self._close()
+
+    def _close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._at_work().close()
+
+    def _at_work(self) -> SpaM:
+        if self.spam is None:
+            raise RuntimeError("SpaMCallback has not seen any training yet: pass it to Trainer(callbacks=[…]).")
+        return self.spam
+
+
+def carry(spam: SpaM, optimizer: Optimizer) -> list[RemovableHandle]:
+    """Let SpaM's state travel in the optimizer's state dict, for trainers that save that and nothing of ours.
+
+    It is an entry of the first parameter group: torch keeps entries it does not know when it loads one, so that the
+    state is found whether the optimizer was loaded before this call or is loaded after it.
+    """
+
+    def saved(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        state["param_groups"][0][KEY] = spam.state_dict()
+
+    def loaded(optimizer: Optimizer) -> None:
+        state = optimizer.param_groups[0].pop(KEY, None)
+        if state is not None:
+            spam.load_state_dict(state)
+
+    loaded(optimizer)
+    return [optimizer.register_state_dict_post_hook(saved), optimizer.register_load_state_dict_post_hook(loaded)]
+
+
+def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
+    """A tokenizer's words must be rows of the model's embedding, and a model that pads needs a word to pad with.
+
+    Raises:
+        ValueError: They do not fit, with the cure.
+    """
+    table: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    rows = getattr(table, "num_embeddings", None)
+    if rows is None or not hasattr(tokenizer, "__len__"):
+        return
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} words, but the model's embedding has {rows} rows: it is another "
+            f"model's tokenizer, or the model needs model.resize_token_embeddings({len(tokenizer)})."
+        )
+    if getattr(tokenizer, "pad_token_id", None) is None:
+        raise ValueError(
+            "the tokenizer has no pad token, so that sequences of different lengths make no batch: "
+            "tokenizer.pad_token = tokenizer.eos_token, and model.config.pad_token_id = tokenizer.pad_token_id for a "
+            "classifier that looks for the last word."
+        )
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "pad_token_id", None) is None and type(model).__name__.endswith("ForSequenceClassification"):
+        raise ValueError(
+            f"{type(model).__name__} has no pad token, so that it cannot find a sequence's last word: "
+            f"model.config.pad_token_id = {tokenizer.pad_token_id}."
+        )
+
+
+def _data_size(loader: Any) -> int:
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"cannot tell how many training samples a {type(loader).__name__} holds; pass SpaMCallback(data_size=…)."
+        ) from error
