@@ -22,7 +22,6 @@ from shaver.structure.groups import Groups, remaining
 from shaver.structure.masking import check_kept, mask_units
 from shaver.structure.plan import Plan, output_dim, resize, tensors_of, under_all_names
 from shaver.structure.remap import Followers
-from shaver.structure.transformers_config import refit_config
 
 if TYPE_CHECKING:
     from shaver.spam import SpaM
@@ -121,7 +120,6 @@ def remove_units(
                 model.get_parameter(name).copy_(small.model.get_parameter(name))
         followers.after()
         target = model
-    refit_config(target, groups, kept)
     return Compacted(target, small.plan, small.difference, small.folded)
 
 

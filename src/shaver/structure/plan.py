@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shaver.selection import Selection, take
 from shaver.structure.surgery import adjust
+from shaver.structure.transformers_config import refit_config
 
 #: Where a compact network keeps its plan: an ordinary attribute, so that copies and pickles of the network have it too.
 _ATTRIBUTE = "shaver_plan"
@@ -155,6 +156,7 @@ def resize(model: nn.Module, plan: Plan) -> None:
         assert isinstance(weight, Tensor)
         zeros = torch.zeros(weight.shape[output_dim(owner)], dtype=weight.dtype, device=weight.device)
         owner.register_parameter("bias", nn.Parameter(zeros, requires_grad=weight.requires_grad))
+    refit_config(model, plan.shapes, plan.kept)
     earlier = vars(model).get(_ATTRIBUTE)
     setattr(model, _ATTRIBUTE, plan if earlier is None else earlier.then(plan))
 

@@ -154,16 +154,23 @@ _HEADS, _TOTAL = ("num_attention_heads", "num_heads", "n_heads", "n_head"), ("al
 _KEY_HEADS, _GROUPS = ("num_key_value_heads", "num_kv_heads"), "num_key_value_groups"
 
 
-def _transformers_attention(module: nn.Module, kept: Selection) -> None:
-    """Any attention of the transformers library: they differ in names alone."""
+def heads_of(module: nn.Module) -> tuple[int, int, int] | None:
+    """Heads, heads of keys and width of a head of an attention of the transformers library; they differ in names."""
     width = next((getattr(module, name) for name in _WIDTH if isinstance(getattr(module, name, None), int)), None)
     query, key = _outputs(module, _QUERY), _outputs(module, _KEY)
     if query is None:
         packed = _outputs(module, _PACKED)
         query = packed // 3 if packed is not None else None
     if width is None or query is None:
+        return None
+    return query // width, (key or query) // width, width
+
+
+def _transformers_attention(module: nn.Module, kept: Selection) -> None:
+    found = heads_of(module)
+    if found is None:
         return
-    heads, key_heads = query // width, (key or query) // width
+    heads, key_heads, width = found
     for name in _HEADS:
         _set(module, name, heads)
     for name in _TOTAL:
