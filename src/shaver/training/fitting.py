@@ -19,6 +19,7 @@ from shaver.training.options import Options
 from shaver.training.progress import Progress
 from shaver.training.run import Run
 from shaver.training.sources import open_source
+from shaver.training.spreading import refuse_wrapped
 
 if TYPE_CHECKING:
     from shaver.pruning import Masks, Online
@@ -60,6 +61,9 @@ def fit(
     The loss is the mean negative log likelihood of a batch. ``"map"`` adds the Gaussian prior as weight decay,
     ``"l1"`` adds λ‖θ‖₁ as a proximal step (exact zeros, see :func:`shaver.training.lasso.soft_threshold`), and
     ``"spam"`` learns the prior from the evidence on the way (see :class:`shaver.SpaM`).
+
+    Under ``torchrun`` the same call trains in all processes together, to the numbers of one: each takes its part of
+    every batch (a loader with a ``DistributedSampler`` gives each its own), and the first one writes and shows.
 
     Args:
         model: Trained in place, on the device it is on. Its mode is left as found; gradients are cleared.
@@ -103,6 +107,7 @@ def fit(
             f"SpaM's prior takes the place of weight decay, so weight_decay={options.weight_decay!r} does not go with "
             'method="spam"; spam={"initial_precision": …} sets where the prior starts.'
         )
+    refuse_wrapped(model)
     _check_pruning(model, masks, online, options)
     if method == "spam":  # structured pruning has a prior of its own to prefer
         spam = {**getattr(online, "spam_defaults", {}), **(spam or {})}
@@ -135,8 +140,8 @@ def fit(
         run.prepare(optimizer, lr, dict(spam or {}), masks if masks is not None else online, place, resume)
         try:
             with (
-                Progress(method, epochs, train_source.count, run.epoch, shown=progress) as bar,
-                run.sink(logger) as sink,
+                Progress(method, epochs, train_source.count, run.epoch, shown=progress and run.spread.first) as bar,
+                run.sink(logger if run.spread.first else None) as sink,
             ):
                 while not run.finished:
                     row = run.train_epoch(bar)
@@ -149,8 +154,9 @@ def fit(
     run.history.masks = None if run.pruning is None else run.pruning.masks
     if run.spam is not None:
         run.history.posterior = run.spam.posterior
-        if place is not None:
+        if place is not None and run.spread.first:
             run.history.posterior.save(place / checkpoints.POSTERIOR)
+    run.spread.ranks.wait()  # what the first rank wrote is there for all
     return run.history
 
 

@@ -22,6 +22,7 @@ from shaver.training.optimizers import OptimizerLike, build_optimizer, scheduled
 from shaver.training.options import AMP_TYPES, Options
 from shaver.training.progress import Progress
 from shaver.training.sources import Source, chunks, to_device
+from shaver.training.spreading import Spread, join
 from shaver.zoo.network import Network
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Run:
         self.method, self.epochs = str(config["method"]), int(config["epochs"])
         self.l1, self.seed = float(config["l1"] or 0.0), int(config["seed"])
         self.device = next(model.parameters()).device
+        self.spread = Spread(join(self.device), model)
         self.steps_per_epoch = -(-train.count // options.accumulate)
         self.history, self.epoch, self.step, self.finished = History(), 0, 0, False
         self.plain_loss = options.accumulate == 1 and options.amp != "float16"  # a mean over the batch, not scaled
@@ -93,9 +95,13 @@ class Run:
 
     def _open(self, folder: Path, resume: bool) -> dict[str, Any] | None:
         """Make the folder ready; the newest state in it if there is one, and it belongs to this run."""
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoints.clear(folder, checkpoints=not resume)
-        if (found := checkpoints.load_newest(folder)) is None:
+        if self.spread.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoints.clear(folder, checkpoints=not resume)
+        self.spread.ranks.wait()
+        found = checkpoints.load_newest(folder)
+        self.spread.check_same_epoch(0 if found is None else int(found[1]["epoch"]), folder)
+        if found is None:
             return None
         path, state = found
         checkpoints.check_same(path, state["config"], self.config)
@@ -111,6 +117,7 @@ class Run:
 
         steps = self.epochs * self.steps_per_epoch
         own: dict[str, Any] = {"total_steps": steps, "seed": self.seed, "likelihood": self.likelihood}
+        own["group"] = self.spread.ranks.group
         if clash := own.keys() & spam.keys():
             raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
         if self.plain_loss:
@@ -127,7 +134,8 @@ class Run:
         began = time.perf_counter()
         self.model.train()
         total, seen, lr = 0.0, 0, 0.0
-        for group in chunks(self.train.epoch(self.epoch), self.options.accumulate):
+        groups = chunks(self.spread.own(self.train.epoch(self.epoch)), self.options.accumulate)
+        for group in self.spread.draws(groups, self.seed, self.epoch):
             lr = self._set_lr()
             loss, size = self._take_step(group)
             total, seen = total + loss, seen + size
@@ -135,6 +143,7 @@ class Run:
         if not seen:
             raise ValueError(f"train gave no batches in epoch {self.epoch + 1}; it had {self.train.count} before.")
         self._checked = True
+        self.spread.even_buffers()
         if self.spam is not None:
             with self._naming_divergence():
                 self.spam.end_epoch(self._again(), **self._reading())
@@ -156,7 +165,7 @@ class Run:
         self.history.append(row)
         self.epoch += 1
         self.finished = self.epoch >= self.epochs or self._evidence_stalled()
-        if self.folder is not None:
+        if self.folder is not None and self.spread.first:
             checkpoints.save_checkpoint(self.folder, self.epoch, self._state())
             self.history.to_csv(self.folder / "history.csv")
         bar.end_epoch(row)
@@ -165,7 +174,19 @@ class Run:
     def _take_step(self, group: list[Any]) -> tuple[float, int]:
         """One optimizer step on one or more batches; returns the summed loss and the number of samples."""
         self.optimizer.zero_grad(set_to_none=True)
-        size = sum(batch_size_of(batch) for batch in group)
+        own = [batch for batch in group if batch is not None]
+        size, total, error = sum(batch_size_of(batch) for batch in own), 0.0, None
+        try:
+            total = self._differentiate(own, size)
+        except Exception as raised:  # which the other ranks have to know before it stops this one
+            error = raised
+        total, size = self.spread.gather(total, size, error)
+        self.step += 1
+        self._apply()
+        return total, size
+
+    def _differentiate(self, group: list[Any], size: int) -> float:
+        """Gradients of the mean loss of ``size`` samples; returns the summed loss."""
         total = 0.0
         for batch in group:
             batch = to_device(batch, self.device)
@@ -180,9 +201,7 @@ class Run:
                 raise self._diverged(divergence.explain_loss(self.model, batch, outputs, value), ahead=1)
             total += value * size
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        self.step += 1
-        self._apply()
-        return total, size
+        return total
 
     def _loss(self, outputs: Tensor, expected: Tensor, size: int) -> Tensor:
         """This batch's share of the mean negative log likelihood over the ``size`` samples of a step."""
@@ -192,7 +211,8 @@ class Run:
 
     def _again(self) -> Iterator[Any]:
         """The batches of the present epoch once more, for a curvature estimate."""
-        return (to_device(batch, self.device) for batch in self.train.epoch(self.epoch))
+        own = self.spread.own(self.train.epoch(self.epoch))
+        return (to_device(batch, self.device) for batch in own if batch is not None)
 
     def _reading(self) -> dict[str, Any]:
         """The user's own functions, where there are any."""
@@ -245,7 +265,9 @@ class Run:
     def _validate(self, source: Source) -> dict[str, float]:
         self.model.eval()
         loss, correct, labels, seen = 0.0, 0, 0, 0
-        for batch in source.epoch(0):
+        for batch in self.spread.own(source.epoch(0)):
+            if batch is None:
+                continue
             batch = to_device(batch, self.device)
             outputs, expected = self.forward(self.model, batch), self.targets(batch)
             loss += float(self.likelihood.nll(outputs, expected).sum())
@@ -254,6 +276,8 @@ class Run:
                 counted = expected != self.likelihood.ignore_index
                 correct += int((outputs.argmax(self.likelihood.class_dim) == expected)[counted].sum())
                 labels += int(counted.sum())
+        loss, *counts = self.spread.ranks.total(loss, correct, labels, seen)
+        correct, labels, seen = map(int, counts)
         return {"valid_loss": loss / seen} | ({"valid_accuracy": correct / labels} if labels else {})
 
     def _evidence_stalled(self) -> bool:
