@@ -14,7 +14,7 @@ def packed_heads(model: nn.Module) -> dict[str, Group]:
     for name, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or module.num_heads < 2:
             continue
-        heads, width = module.num_heads, module.embed_dim
+        heads, width = module.num_heads, module.num_heads * module.head_dim
         columns = torch.arange(width).reshape(heads, -1)
         # Queries, keys and values lie under each other in one weight, unless they differ in what they read.
         rows = torch.cat([columns + part * width for part in range(3)], 1)
