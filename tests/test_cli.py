@@ -66,12 +66,12 @@ def test_the_demo_writes_what_it_promises(run):
     assert {(r["data"], r["method"], r["criterion"]) for r in rows if r["criterion"] != "dense"} == {
         (task.data, method, name) for task in TASKS for method in METHODS for name in criteria
     }
-    for column in ("accuracy", "nll", "ece", "brier", "reached", "nonzeros", "bytes_sparse"):
+    for column in ("accuracy", "nll", "ece", "brier", "achieved", "nonzeros", "bytes"):
         assert all(math.isfinite(float(row[column])) for row in rows), column
-    config = json.loads((out / "config.json").read_text())
-    assert config["seeds"] == [3]
-    assert config["versions"]["torch"] == torch.__version__
-    for name in ("accuracy.svg", "accuracy.png", "cost.csv"):
+    study = json.loads((out / "study.json").read_text())
+    assert study["seeds"] == [3]
+    assert study["versions"]["torch"] == torch.__version__
+    for name in ("figures/accuracy.svg", "figures/accuracy.png", "cost.csv", "report.html"):
         assert (out / name).stat().st_size > 0
 
 
@@ -97,15 +97,15 @@ def test_the_numbers_in_the_file_are_those_of_the_saved_networks(run, task, meth
         assert int(row["nonzeros"]) == sum(int(p.count_nonzero()) for p in model.parameters())
         weights = [p for p in model.parameters() if p.ndim >= 2]
         zeros = sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights)
-        assert float(row["reached"]) == pytest.approx(float(sparsity), abs=1e-3)
-        assert zeros >= float(row["reached"]) - 1e-9
+        assert float(row["achieved"]) == pytest.approx(float(sparsity), abs=1e-3)
+        assert zeros >= float(row["achieved"]) - 1e-9
 
 
 def test_the_history_of_training_is_kept(run):
     out, _ = run
     for task in TASKS:
         for method in METHODS:
-            with open(out / "models" / f"{task.data}-{method}-3-history.csv") as file:
+            with open(out / "cells" / f"{task.data}-{method}-3" / "history.csv") as file:
                 (row,) = csv.DictReader(file)
             assert float(row["loss"]) > 0
 

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from shaver import __version__
 from shaver.study.pruning_options import PruningOptions
+from shaver.study.report_options import FORMATS, Format
 from shaver.study.run_options import RunOptions
 
 _ABOUT = "Train networks that shave well, shave them, and show what is left. `shaver --version` prints the version."
@@ -21,8 +23,8 @@ def demo(
     """Train, prune and measure two small networks on data that come with the installation.
 
     Breast cancer (a fully connected network) and 8×8 digits (a small convolutional one) are trained by MAP and by
-    SpaM, pruned by every criterion to ten sparsities, and measured on test data. Tables appear in the terminal;
-    results.csv, figures and the trained networks go into a folder.
+    SpaM, pruned by every criterion to ten sparsities, and measured on test data. Tables appear in the terminal; a
+    page with everything (report.html), results.csv, figures and the trained networks go into a folder.
 
     Args:
         out: Folder for the results; it is created, and files of an earlier run in it are replaced.
@@ -35,7 +37,10 @@ def demo(
 
     console = Console()
     run_demo(out, seed=seed, repeats=repeats, epochs=epochs, processes=processes, console=console)
-    console.print(f"Everything is in [bold]{out}[/]: results.csv, cost.csv, accuracy.svg, config.json, models/")
+    page = escape(str(out / "report.html"))
+    console.print(
+        f"\nOpen [bold]{page}[/] in a browser. Beside it: results.csv, tables, figures, models.", soft_wrap=True
+    )
 
 
 def prune(options: Annotated[PruningOptions, tyro.conf.arg(name="")]) -> None:
@@ -61,6 +66,32 @@ def run(options: Annotated[RunOptions, tyro.conf.arg(name="")]) -> None:
     run_recipe(options, Console())
 
 
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    out: Path | None = None,
+    formats: tuple[Format, ...] = FORMATS,
+) -> None:
+    """Show what runs found: tables here and as files, the figures, and one page that opens in any browser.
+
+    Example: `shaver report runs/lenet-mnist-cpu runs/fcn-mnist-cpu --out report`. The page is one file, readable
+    offline, and needs nothing else.
+
+    Args:
+        runs: Folders of `shaver run` or `shaver demo`, of one scale.
+        out: Folder for tables/, figures/ and report.html; a single run's own folder, or report/ for several.
+        formats: What to make.
+    """
+    from shaver.study.report import write_report
+
+    console = Console()
+    written = write_report(runs, out, formats=formats, console=console)
+    for path in (path for path in written if path.suffix == ".html"):
+        console.print(f"\nOpen [bold]{escape(str(path))}[/] in a browser.", soft_wrap=True)
+    if others := [path for path in written if path.suffix != ".html"]:
+        folders = dict.fromkeys(str(path.parent) for path in others)
+        console.print(f"{len(others)} tables and figures are in {escape(', '.join(folders))}.", soft_wrap=True)
+
+
 def list_recipes(runs: Path = Path("runs")) -> None:
     """List the experiments: what each stands for in the paper, how long it takes here, and how far it is.
 
@@ -84,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"demo": demo, "list": list_recipes, "prune": prune, "run": run},
+            {"demo": demo, "list": list_recipes, "prune": prune, "report": report, "run": run},
             prog="shaver",
             description=_ABOUT,
             args=given or ["--help"],

@@ -1,9 +1,8 @@
 """The demo: two small networks on embedded data, trained, pruned by every criterion, measured and shown."""
 
-import platform
+import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,14 @@ from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.io import load_state, save_state, write_json
 from shaver.pruning import prune
-from shaver.study.figures import accuracy_figure
+from shaver.spam import Settings
 from shaver.study.parallel import Report, run_jobs
-from shaver.study.sweep import SPARSITIES, Row, measure, sweep
-from shaver.study.tables import METHOD_NAMES, accuracy_table, cost_table, write_rows
+from shaver.study.provenance import code_version, machine, versions
+from shaver.study.report import write_report
+from shaver.study.results import COLUMNS
+from shaver.study.summary import METHOD_NAMES
+from shaver.study.sweep import DENSE, SPARSITIES, Row, measure, sweep
+from shaver.study.tables import cost_table, write_rows
 from shaver.training import fit
 
 METHODS = ("map", "spam")
@@ -38,6 +41,11 @@ class Task:
     epochs: int = 100
     batch_size: int = 64
     lr: float = 0.1
+
+    @property
+    def name(self) -> str:
+        """Network and data, as recipes name their tasks."""
+        return f"{self.network['name']}-{self.data}"
 
 
 TASKS = (
@@ -73,8 +81,9 @@ def run_demo(
     """Train, prune and measure; write everything into ``out`` and show tables on the console.
 
     Args:
-        out: The run folder: ``results.csv``, ``cost.csv``, ``accuracy.svg`` and ``.png``, ``config.json``, and the
-            trained networks with their posteriors and histories in ``models/``.
+        out: The run folder: ``report.html``, ``tables/`` and ``figures/``; ``results.csv`` and ``study.json`` as
+            every study has them; ``cost.csv``; the trained networks with their posteriors in ``models/``, and how
+            training went in ``cells/``.
         seed: The first seed; it decides the split, the initial weights and the order of the batches.
         repeats: Seeds in a row; tables and figure show the mean.
         epochs: Instead of each task's own number.
@@ -102,15 +111,12 @@ def run_demo(
     results = run_jobs(run_job, named, processes=processes, console=console)
     order = {task.data: i for i, task in enumerate(TASKS)}
     rows = sorted((row for result in results for row in result.rows), key=lambda row: order[row["data"]])
-    write_rows(out / "results.csv", rows)
+    write_rows(out / "results.csv", [{name: row.get(name, "") for name in COLUMNS} for row in rows])
     costs = [row for task in TASKS for method in METHODS for row in _costs(out, task, method, seed)]
     write_rows(out / "cost.csv", costs)
-    titles = {task.data: task.title for task in TASKS}
-    accuracy_figure(rows, titles, out / "accuracy")
     seconds = time.perf_counter() - began
-    write_json(out / "config.json", _configuration(seed, repeats, epochs, processes, seconds, jobs, results))
-    for task in TASKS:
-        console.print(accuracy_table([row for row in rows if row["data"] == task.data], task.title))
+    write_json(out / "study.json", _description(seed, repeats, epochs, processes, seconds, jobs, results))
+    write_report([out], console=console)
     console.print(cost_table(costs))
     return rows
 
@@ -136,18 +142,23 @@ def run_job(job: Job, report: Report) -> Result:
     if posterior is None:  # MAP's prior is the unit Gaussian; its posterior needs the curvature at the end
         posterior = Posterior(estimate(model, batches), 1.0, dict(model.named_parameters()))
     example = test[0][0][:1]
-    label = {"data": job.task.data, "method": job.method, "seed": job.seed}
+    label = _label(job, sum(history.column("seconds")), len(history))
     rows: list[Row] = []
     parts = sweep(
         model, test, criteria=criteria.names(), posterior=posterior, batches=batches, example=example, seed=job.seed
     )
     for part in parts:
-        rows += [label | row for row in part]
+        rows += [label | row | {"bytes": row["bytes_sparse"]} for row in part]
+        if part[0]["criterion"] == DENSE:
+            rows[-1]["log_evidence"] = posterior.log_evidence
         report(1, f"seed {job.seed}  pruned by {part[0]['criterion']}")
     name = f"{job.out}/models/{_name(job.task, job.method, job.seed)}"
     save_state(f"{name}.safetensors", {"network": job.task.network, "weights": model.state_dict()})
     posterior.save(f"{name}-posterior.safetensors")
-    history.to_csv(f"{name}-history.csv")
+    cell = Path(job.out) / "cells" / _name(job.task, job.method, job.seed)
+    settings = {"network": job.task.network, "data": {"name": job.task.data}, "labels": _training(job)}
+    write_json(cell / "config.json", {"task": job.task.name, "training": settings})
+    history.to_csv(cell / "history.csv")
     return Result(rows, time.perf_counter() - began)
 
 
@@ -161,6 +172,19 @@ def load_network(out: Path, task: Task, method: str, seed: int) -> tuple[nn.Modu
 
 def _name(task: Task, method: str, seed: int) -> str:
     return f"{task.data}-{method}-{seed}"
+
+
+def _training(job: Job) -> dict[str, Any]:
+    """How a job trains, in the words of the results; SpaM with its defaults."""
+    prior, structure, source = ("parameter", "diag", Settings().source) if job.method == "spam" else ("", "", "")
+    return {"method": job.method, "prior": prior, "structure": structure, "source": source, "seed": job.seed}
+
+
+def _label(job: Job, seconds: float, epochs: int) -> Row:
+    """What all rows of a job share."""
+    named = {"recipe": "demo", "scale": "cpu", "task": job.task.name, "network": job.task.network["name"]}
+    done = {"stage": "posthoc", "train_seconds": seconds, "epochs": epochs, "code": code_version()}
+    return named | {"data": job.task.data} | _training(job) | done
 
 
 def _costs(out: Path, task: Task, method: str, seed: int) -> list[Row]:
@@ -185,23 +209,28 @@ class _Reporter:
         self.report(1, f"{self.label}  epoch {step}  loss {row['loss']:.3f}")
 
 
-def _configuration(
+def _description(
     seed: int, repeats: int, epochs: int | None, processes: int, seconds: float, jobs: list[Job], results: list[Result]
 ) -> dict[str, Any]:
-    packages = ("shaver", "torch", "numpy", "scikit-learn", "matplotlib")
+    """What ``study.json`` says."""
+    names = [_name(job.task, job.method, job.seed) for job in jobs]
+    tasks = [asdict(task) | {"name": task.name, "epochs": epochs or task.epochs} for task in TASKS]
     return {
-        "command": "demo",
+        "recipe": {
+            "name": "demo",
+            "title": "Two small networks, shaved",
+            "scale": "cpu",
+            "tasks": tasks,
+            "methods": list(METHODS),
+            "criteria": criteria.names(),
+            "sparsities": list(SPARSITIES),
+        },
+        "cells": names,
         "seeds": list(range(seed, seed + repeats)),
-        "epochs": {task.data: epochs or task.epochs for task in TASKS},
-        "methods": list(METHODS),
-        "criteria": criteria.names(),
-        "sparsities": list(SPARSITIES),
-        "tasks": [asdict(task) for task in TASKS],
         "processes": processes,
         "seconds": round(seconds, 2),
-        "seconds_of_jobs": {
-            _name(j.task, j.method, j.seed): round(r.seconds, 2) for j, r in zip(jobs, results, strict=True)
-        },
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
-        "platform": platform.platform(),
+        "seconds_of_cells": {name: round(r.seconds, 2) for name, r in zip(names, results, strict=True)},
+        "command": sys.argv,
+        "versions": versions(),
+        "machine": machine(),
     }

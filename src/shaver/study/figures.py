@@ -1,46 +1,257 @@
-"""Figures: accuracy over sparsity, MAP dashed beside SpaM solid, one panel a data set."""
+"""The paper's figures, as SVG and PNG: curves over sparsity, priors, stages, Pareto, training, costs."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shaver.io import atomic_path
-from shaver.study.sweep import DENSE, Row
-from shaver.study.tables import CRITERION_NAMES, METHOD_NAMES, in_order, mean_over_seeds
+from shaver.study.histories import QUANTITIES, History
+from shaver.study.sheets import percent, scoring_seconds, training_numbers
+from shaver.study.summary import (
+    CRITERION_NAMES,
+    METHOD_NAMES,
+    METRICS,
+    STAGE_NAMES,
+    Curve,
+    Estimate,
+    Experiment,
+    Metric,
+    Training,
+    in_order,
+)
 
-_COLOURS = {
-    "opd": "#c1272d",
-    "magnitude": "#1f5fa8",
-    "snip": "#d98a00",
-    "grasp": "#7b4fa3",
-    "synflow": "#2e8b57",
-    "wanda": "#8c564b",
-    "obd": "#e377a2",
-    "random": "#8a8a8a",
+#: By criterion, after Okabe and Ito: told apart with any colour vision. The page uses the same.
+COLOURS = {
+    "opd": "#d55e00",
+    "obd": "#332288",
+    "magnitude": "#0072b2",
+    "snip": "#e69f00",
+    "grasp": "#cc79a7",
+    "synflow": "#009e73",
+    "wanda": "#56b4e9",
+    "random": "#999999",
 }
+#: For anything else that is told apart by colour.
+CYCLE = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#332288", "#56b4e9", "#999999", "#661100")
 _DASHES: dict[str, Any] = {"map": (0, (4, 2)), "l1": (0, (1, 1.5)), "spam": "solid"}
+_MARKERS = "osD^vPX*<>"
+_TICKS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
+#: What a Pareto front is drawn over.
+COSTS = {"flops": "FLOPs", "bytes": "bytes", "latency_ms": "latency, ms"}
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e6e6e6",
+    "grid.color": "#e9e9e9",
     "grid.linewidth": 0.8,
+    "axes.edgecolor": "#888888",
     "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": 10,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
     "svg.fonttype": "path",  # looks the same wherever it is shown
     "svg.hashsalt": "shaver",  # the same numbers give the same file
 }
 
+Draw = Callable[[Any], None]
 
-def accuracy_figure(rows: Sequence[Row], titles: Mapping[str, str], path: Path) -> None:
-    """Draw ``path.svg`` and ``path.png``.
 
-    Sparsities are spaced evenly, because what matters happens between 80 and 99 %.
+def write_figures(
+    experiments: Sequence[Experiment], histories: Sequence[History], folder: Path, suffixes: Sequence[str]
+) -> list[Path]:
+    """Draw every figure that the results have the numbers for.
+
+    Args:
+        experiments: What was measured.
+        histories: The training curves.
+        folder: Where the files go.
+        suffixes: ``"svg"``, ``"png"`` or both.
+
+    Returns:
+        The files.
 
     Raises:
         ImportError: Matplotlib is missing.
     """
+    jobs: list[tuple[str, Draw]] = []
+    if any(e.curves for e in experiments):
+        jobs.append(("accuracy", partial(overview, experiments=experiments)))
+    for e in experiments:
+        if e.curves:
+            jobs.append((f"{e.slug}-quality", partial(quality, experiment=e)))
+        if len([t for t in e.trainings if t.method == "spam"]) > 1 and e.curves:
+            jobs.append((f"{e.slug}-priors", partial(priors, experiment=e)))
+        if len(e.stages) > 1:
+            jobs.append((f"{e.slug}-stages", partial(stages, experiment=e)))
+        if varying_costs(e):
+            jobs.append((f"{e.slug}-pareto", partial(pareto, experiment=e)))
+        if own := [h for h in histories if h.belongs_to(e)]:
+            jobs.append((f"{e.slug}-training", partial(training, experiment=e, histories=own)))
+    if any(training_numbers(e, t).get("train_seconds") for e in experiments for t in e.trainings):
+        jobs.append(("costs", partial(costs, experiments=experiments)))
+    written = []
+    with _matplotlib() as plt:
+        for name, draw in jobs:
+            draw(plt)
+            written += _save(plt, folder / name, suffixes)
+    return written
+
+
+def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
+    """Accuracy over sparsity, one panel an experiment: post hoc, one training a method."""
+    shown = [e for e in experiments if e.curves]
+    axes = _panels(plt, len(shown))
+    for axis, experiment in zip(axes, shown, strict=True):
+        curves = _main_curves(experiment, experiment.stages[0])
+        _over_sparsity(axis, curves, METRICS[0])
+        axis.set_title(experiment.title)
+    axes[0].set_ylabel(METRICS[0].title)
+    _legend(plt, [c for e in shown for c in _main_curves(e, e.stages[0])])
+
+
+def quality(plt: Any, experiment: Experiment) -> None:
+    """Accuracy, NLL, ECE and Brier score over sparsity."""
+    curves = _main_curves(experiment, experiment.stages[0])
+    metrics = [m for m in METRICS if any(c.values(m.key) for c in curves)]
+    for axis, metric in zip(_panels(plt, len(metrics), columns=2), metrics, strict=True):
+        _over_sparsity(axis, curves, metric)
+        axis.set_title(metric.title)
+    _legend(plt, curves, experiment.title)
+
+
+def priors(plt: Any, experiment: Experiment) -> None:
+    """Priors (colour) and curvatures (dashes) of SpaM beside MAP, for OPD and GraSP or what there is."""
+    names = [c for c in ("opd", "grasp") if c in experiment.criteria] or experiment.criteria[:1]
+    spam = [t for t in experiment.trainings if t.method == "spam"]
+    prior_names = list(dict.fromkeys(t.prior_name for t in spam))
+    curvatures = list(dict.fromkeys(t.curvature_name for t in spam))
+    dashes = ["solid", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (2, 2)), (0, (8, 3))]
+
+    def style(t: Training) -> dict[str, Any]:
+        if t.method != "spam":
+            return {"color": "#777777", "linestyle": _DASHES.get(t.method, "solid"), "label": t.method_name}
+        dash = dashes[curvatures.index(t.curvature_name) % len(dashes)]
+        colour = CYCLE[prior_names.index(t.prior_name) % len(CYCLE)]
+        return {"color": colour, "linestyle": dash, "label": f"{t.prior_name}, {t.curvature_name}"}
+
+    axes = _panels(plt, len(names))
+    for axis, name in zip(axes, names, strict=True):
+        for curve in (c for c in experiment.curves if (c.criterion, c.stage) == (name, experiment.stages[0])):
+            _line(axis, curve.values("accuracy"), METRICS[0], linewidth=1.8, **style(curve.training))
+        _sparsity_axis(axis, [c for c in experiment.curves if c.criterion == name])
+        axis.set_title(f"{experiment.title}, {CRITERION_NAMES.get(name, name)}")
+    axes[0].set_ylabel(METRICS[0].title)
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    _below(plt, list(handles.values()), list(handles))
+
+
+def stages(plt: Any, experiment: Experiment) -> None:
+    """Post hoc, fine-tuned, online and structured pruning side by side, on one scale."""
+    names = experiment.stages
+    axes = _panels(plt, len(names), sharey=True)
+    for axis, stage in zip(axes, names, strict=True):
+        _over_sparsity(axis, _main_curves(experiment, stage), METRICS[0])
+        axis.set_title(STAGE_NAMES.get(stage, stage))
+    axes[0].set_ylabel(METRICS[0].title)
+    _legend(plt, [c for stage in names for c in _main_curves(experiment, stage)], experiment.title)
+
+
+def pareto(plt: Any, experiment: Experiment) -> None:
+    """Accuracy against cost; the line joins the networks that no other beats in both."""
+    keys = varying_costs(experiment)
+    axes = _panels(plt, len(keys))
+    for axis, key in zip(axes, keys, strict=True):
+        points = []
+        for curve in (c for c in experiment.curves if changes_cost(c, key)):
+            cost, accuracy = curve.values(key), curve.values("accuracy")
+            own = [(cost[s].mean, 100 * accuracy[s].mean) for s in cost if s in accuracy]
+            points += own
+            hollow = curve.stage == experiment.stages[0] and len(experiment.stages) > 1
+            axis.scatter(
+                *zip(*own, strict=True), s=22, color=_colour(curve.criterion), linewidths=1.1,
+                marker="o" if curve.training.method == "spam" else "^",
+                **({"facecolors": "none"} if hollow else {}), zorder=3,
+            )  # fmt: skip
+        axis.plot(*zip(*front(points), strict=True), color="#333333", linewidth=1, zorder=2)
+        axis.set_xscale("log")
+        axis.set_xlabel(COSTS[key])
+    axes[0].set_ylabel(METRICS[0].title)
+    _legend(plt, experiment.curves, experiment.title, points=True)
+
+
+def training(plt: Any, experiment: Experiment, histories: Sequence[History]) -> None:
+    """Loss, evidence, effective parameters and the share of weights with S > 1, mean over seeds, by epoch."""
+    by_training: dict[Training, list[History]] = {}
+    for history in histories:
+        by_training.setdefault(history.training, []).append(history)
+    keys = [key for key in QUANTITIES if any(h.column(key) for h in histories)]
+    for axis, key in zip(_panels(plt, len(keys), columns=2), keys, strict=True):
+        for i, (one, own) in enumerate(by_training.items()):
+            curve = History.mean(own, key)
+            if curve:
+                style = {"color": CYCLE[i % len(CYCLE)], "linestyle": _DASHES.get(one.method, "solid")}
+                axis.plot(*zip(*curve, strict=True), label=history_label(one, by_training), linewidth=1.8, **style)
+        axis.set_title(QUANTITIES[key])
+        axis.set_xlabel("epoch")
+    figure = plt.gcf()
+    handles = {label: h for a in figure.axes for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
+    _below(plt, list(handles.values()), list(handles), experiment.title)
+
+
+def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
+    """Training time of each method, and the time of each criterion's scores."""
+    timed = [(e, t, n["train_seconds"]) for e in experiments for t in e.trainings
+             if "train_seconds" in (n := training_numbers(e, t))]  # fmt: skip
+    scored = [(e, c, s) for e in experiments for c in e.criteria if (s := scoring_seconds(e, c))]
+    height = 0.9 + 0.26 * max(len(timed), len(scored))
+    figure, axes = plt.subplots(1, 2 if scored else 1, figsize=(11 if scored else 5.5, height), squeeze=False)
+    _bars(axes[0][0], [(_bar_label(e, t), n, CYCLE[list(METHOD_NAMES).index(t.method) % len(CYCLE)]
+                        if t.method in METHOD_NAMES else "#777777") for e, t, n in timed])  # fmt: skip
+    axes[0][0].set_title("training, seconds")
+    if scored:
+        _bars(axes[0][1], [(f"{e.title}, {CRITERION_NAMES.get(c, c)}", s, _colour(c)) for e, c, s in scored])
+        axes[0][1].set_xscale("log")
+        axes[0][1].set_title("scoring a network, seconds")
+    figure.tight_layout()
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points ``(cost, quality)`` that no other matches at lower cost, by rising cost."""
+    best, kept = -math.inf, []
+    for cost, value in sorted(points, key=lambda p: (p[0], -p[1])):
+        if value > best:
+            kept.append((cost, value))
+            best = value
+    return kept
+
+
+def varying_costs(experiment: Experiment) -> list[str]:
+    """The costs that pruning changed; a mask, say, changes neither what is multiplied nor how long that takes."""
+    return [key for key in COSTS if any(changes_cost(curve, key) for curve in experiment.curves)]
+
+
+def changes_cost(curve: Curve, key: str) -> bool:
+    """Whether a curve's networks differ in a cost, and have an accuracy to weigh it against."""
+    values = {found.mean for found in curve.values(key).values()}
+    return len(values) > 1 and min(values) > 0 and bool(curve.values("accuracy"))
+
+
+def history_label(training: Training, among: Mapping[Training, Any] | Sequence[Training]) -> str:
+    """The method; with prior and curvature where it has several."""
+    several = len([t for t in among if t.method == training.method]) > 1
+    parts = (training.method_name, training.prior_name, training.curvature_name) if several else (training.method_name,)
+    return ", ".join(part for part in parts if part)
+
+
+@contextmanager
+def _matplotlib() -> Iterator[Any]:
     try:
         import matplotlib
     except ImportError as error:
@@ -49,52 +260,113 @@ def accuracy_figure(rows: Sequence[Row], titles: Mapping[str, str], path: Path) 
     import matplotlib.pyplot as plt
 
     with matplotlib.rc_context(_STYLE):
-        figure, axes = plt.subplots(1, len(titles), figsize=(5.2 * len(titles), 3.9), squeeze=False)
-        for axis, (data, title) in zip(axes[0], titles.items(), strict=True):
-            _panel(axis, [row for row in rows if row["data"] == data], title)
-        axes[0][0].set_ylabel("test accuracy, %")
-        _legend(figure, rows)
-        figure.tight_layout(rect=(0, 0.1, 1, 1))
-        for suffix, options in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 160})):
-            with atomic_path(path.with_suffix(suffix)) as temporary:
-                figure.savefig(temporary, format=suffix[1:], **options)
-        plt.close(figure)
+        yield plt
 
 
-def _panel(axis: Any, rows: Sequence[Row], title: str) -> None:
-    means = mean_over_seeds(rows, "accuracy")
-    sparsities = sorted({s for _, c, s in means if c != DENSE})
-    for method, criterion in dict.fromkeys((m, c) for m, c, _ in means if c != DENSE):
-        values = [means[method, DENSE, 0.0], *(means[method, criterion, s] for s in sparsities)]
-        strong = criterion == "opd"
-        axis.plot(
-            range(len(values)),
-            [100 * v for v in values],
-            color=_COLOURS.get(criterion, "black"),
-            linestyle=_DASHES[method],
-            linewidth=2.4 if strong else 1.3,
-            zorder=3 if strong else 2,
-            alpha=1.0 if strong else 0.85,
-        )
-    axis.set_title(title, loc="left", fontweight="bold")
-    axis.set_xticks(range(len(sparsities) + 1), ["0", *(f"{100 * s:.0f}" for s in sparsities)])
-    axis.set_xlabel("sparsity, % (evenly spaced marks)")
+def _save(plt: Any, path: Path, suffixes: Sequence[str]) -> list[Path]:
+    options: dict[str, dict[str, Any]] = {"svg": {"metadata": {"Date": None}}, "png": {"dpi": 160}}
+    written = []
+    for suffix in suffixes:
+        target = path.with_name(f"{path.name}.{suffix}")
+        with atomic_path(target) as temporary:
+            plt.gcf().savefig(temporary, format=suffix, **options[suffix])
+        written.append(target)
+    plt.close(plt.gcf())
+    return written
+
+
+def _panels(plt: Any, count: int, columns: int = 3, *, sharey: bool = False) -> list[Any]:
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.4 * columns, 3.3 * rows + 0.6), squeeze=False, sharey=sharey)
+    flat = list(axes.flat)
+    for axis in flat[count:]:
+        figure.delaxes(axis)
+    return flat[:count]
+
+
+def _main_curves(experiment: Experiment, stage: str) -> list[Curve]:
+    main = experiment.main_trainings()
+    return [c for c in experiment.curves if c.stage == stage and c.training in main]
+
+
+def _over_sparsity(axis: Any, curves: Sequence[Curve], metric: Metric) -> None:
+    for curve in curves:
+        strong = curve.criterion == "opd"
+        _line(axis, curve.values(metric.key), metric, color=_colour(curve.criterion),
+              linestyle=_DASHES.get(curve.training.method, "solid"), linewidth=2.4 if strong else 1.3,
+              zorder=3 if strong else 2)  # fmt: skip
+    _sparsity_axis(axis, curves)
+
+
+def _line(axis: Any, values: Mapping[float, Estimate], metric: Metric, **style: Any) -> None:
+    places = [place(s) for s in values]
+    means = [metric.factor * e.mean for e in values.values()]
+    axis.plot(places, means, **style)
+    if any(e.error for e in values.values()):
+        errors = [metric.factor * (e.error or 0.0) for e in values.values()]
+        low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
+        axis.fill_between(places, low, high, color=style["color"], alpha=0.12, linewidth=0)
+
+
+def place(sparsity: float) -> float:
+    """Where a sparsity stands: by the logarithm of what is kept, since what matters happens from 80 % on."""
+    return -math.log10(max(1.0 - sparsity, 1e-4))
+
+
+def _sparsity_axis(axis: Any, curves: Sequence[Curve]) -> None:
+    top = max((s for c in curves for s in c.points), default=0.0)
+    ticks = [s for s in _TICKS if s <= top + 1e-9] or [0.0]
+    axis.set_xticks([place(s) for s in ticks], [percent(s) for s in ticks])
+    axis.set_xlabel("sparsity, % (by the logarithm of what is kept)", fontsize=9)
     axis.margins(x=0.02)
-    axis.set_ylim(top=101.5)
 
 
-def _legend(figure: Any, rows: Sequence[Row]) -> None:
+def _colour(criterion: str) -> str:
+    return COLOURS.get(criterion, "#661100")
+
+
+def _bars(axis: Any, bars: Sequence[tuple[str, Estimate, str]]) -> None:
+    labels = [label for label, _, _ in bars]
+    axis.barh(range(len(bars)), [e.mean for _, e, _ in bars], color=[c for _, _, c in bars], height=0.62,
+              xerr=[e.error or 0.0 for _, e, _ in bars], error_kw={"ecolor": "#555555", "elinewidth": 1})  # fmt: skip
+    axis.set_yticks(range(len(bars)), labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+
+
+def _bar_label(experiment: Experiment, training: Training) -> str:
+    return f"{experiment.title}, {history_label(training, experiment.trainings)}"
+
+
+def _legend(plt: Any, curves: Sequence[Curve], title: str = "", *, points: bool = False) -> None:
     from matplotlib.lines import Line2D
 
-    criteria = in_order(row["criterion"] for row in rows if row["criterion"] != DENSE)
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    handles = [
-        Line2D([], [], color="#333333", linestyle=_DASHES[m], linewidth=2, label=METHOD_NAMES[m]) for m in methods
-    ]
-    handles += [
-        Line2D([], [], color=_COLOURS.get(c, "black"), linewidth=2.4 if c == "opd" else 1.6,
-               label=CRITERION_NAMES.get(c, c))
-        for c in criteria
-    ]  # fmt: skip
-    figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, handlelength=1.9,
-                  columnspacing=1.2, handletextpad=0.5, fontsize=9)  # fmt: skip
+    handles = []
+    for method in in_order((c.training.method for c in curves), METHOD_NAMES):
+        look = (
+            {"linestyle": "none", "marker": "o" if method == "spam" else "^"}
+            if points
+            else {"linestyle": _DASHES.get(method, "solid"), "linewidth": 2}
+        )
+        handles.append(Line2D([], [], color="#333333", label=METHOD_NAMES.get(method, method), **look))
+    for criterion in in_order(c.criterion for c in curves):
+        look = {"linestyle": "none", "marker": "s"} if points else {"linewidth": 2.4 if criterion == "opd" else 1.6}
+        handles.append(
+            Line2D([], [], color=_colour(criterion), label=CRITERION_NAMES.get(criterion, criterion), **look)
+        )
+    _below(plt, handles, [str(handle.get_label()) for handle in handles], title)
+
+
+def _below(plt: Any, handles: Sequence[Any], labels: Sequence[str], title: str = "") -> None:
+    """A legend under the panels, as many lines as it needs."""
+    figure = plt.gcf()
+    width, height = figure.get_size_inches()
+    longest = max(map(len, labels), default=1)
+    columns = max(1, min(len(labels), int(width / (0.55 + 0.078 * longest))))
+    lines = -(-len(labels) // columns)
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", fontweight="bold", fontsize=11)
+    figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, handlelength=1.9, fontsize=9,
+                  columnspacing=1.2, handletextpad=0.5)  # fmt: skip
+    figure.tight_layout(rect=(0, (0.12 + 0.21 * lines) / height, 1, 1))

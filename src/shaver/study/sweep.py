@@ -1,6 +1,7 @@
 """One trained network, pruned by many criteria to many sparsities, each time from the dense one and measured."""
 
 import copy
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,16 +43,18 @@ def sweep(
         seed: Of the random criterion.
 
     Yields:
-        Rows with ``criterion``, ``sparsity`` (asked), ``reached``, the quality and the cost.
+        Rows with ``criterion``, ``sparsity`` (asked), ``achieved``, ``score_seconds``, the quality and the cost.
     """
-    yield [{"criterion": DENSE, "sparsity": 0.0, "reached": 0.0, **measure(model, test, example)}]
+    yield [{"criterion": DENSE, "sparsity": 0.0, "achieved": 0.0, **measure(model, test, example)}]
     for name in criteria:
+        began = time.perf_counter()
         scores = score(model, name, posterior=posterior, batches=batches, seed=seed)
+        seconds = time.perf_counter() - began
         rows = []
         for sparsity in sparsities:
             network = copy.deepcopy(model)
             pruned = prune(network, scores, sparsity)
-            reached = {"criterion": name, "sparsity": sparsity, "reached": pruned.achieved}
+            reached = {"criterion": name, "sparsity": sparsity, "achieved": pruned.achieved, "score_seconds": seconds}
             rows.append(reached | measure(network, test, example))
         yield rows
 
