@@ -1,7 +1,7 @@
-"""The table of ``shaver prune``: the same measures before and after."""
+"""The table of ``shaver prune`` and ``shaver compact``: the same measures before and after."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.table import Table
@@ -46,17 +46,26 @@ _LINES = (
 )
 
 
-def before_and_after(before: Row, after: Row, data: str | None) -> Table:
+#: What counts non-zeros says nothing of a network that is smaller; everything else falls then.
+_SMALLER = tuple(
+    replace(line, change=_ratio) if line.change is _nothing else line
+    for line in _LINES
+    if line.key not in ("nonzeros", "flops_sparse")
+)
+
+
+def before_and_after(before: Row, after: Row, data: str | None, *, smaller: bool = False) -> Table:
     """A line for each measure that there is; the change where a change means something.
 
-    Zeros in a dense tensor are multiplied like any number, so latency has no change worth a figure.
+    Zeros in a dense tensor are multiplied like any number, so latency has no change worth a figure unless the network
+    is really smaller.
     """
     where = f" on {data}" if data is not None else "; give --data to measure accuracy"
     table = Table(title=f"Before and after{where}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right", no_wrap=True)
-    for line in _LINES:
+    for line in _SMALLER if smaller else _LINES:
         if line.key in before:
             old, new = before[line.key], after[line.key]
             table.add_row(line.title, line.show(old), line.show(new), line.change(old, new, line.show))
