@@ -75,7 +75,7 @@ def _kind(shape: dict[Axis, int], layers: list[Layer], roles: dict[Axis, Role], 
 
 def _name(layers: list[Layer], axes: list[Axis], kind: Kind) -> str:
     """The layer that makes the units; for several layers, and for heads, the module that holds all of it."""
-    if len(layers) == 1 and kind != "heads" or kind == "residual":
+    if (len(layers) == 1 and kind != "heads") or kind == "residual":
         return layers[0].name
     parts = [tensor.split(".")[:-1] for tensor, _ in axes]
     shared = []

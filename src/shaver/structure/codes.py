@@ -42,13 +42,17 @@ def decode(digits: Sequence[Sequence[Tensor]], hits: Sequence[Sequence[Tensor]])
         digits: From :func:`code`.
         hits: For every mask in ``digits``, the positions that were reached when its channels were spoiled.
     """
-    possible = torch.ones(len(digits[0][0]), len(hits[0][0]), dtype=torch.bool)
-    for masks, reached in zip(digits, hits, strict=True):
+    # Positions with the same answers, such as the tensors of one norm, are decoded once.
+    answers = torch.stack([hit for reached in hits for hit in reached])
+    distinct, which = torch.unique(answers.to(torch.uint8), dim=1, return_inverse=True)
+    rows = iter(distinct.bool())
+    possible = torch.ones(len(digits[0][0]), distinct.shape[1], dtype=torch.bool)
+    for masks in digits:
         here = torch.zeros_like(possible)
-        for mask, hit in zip(masks, reached, strict=True):
-            here |= mask[:, None] & hit[None, :]
+        for mask in masks:
+            here |= mask[:, None] & next(rows)[None, :]
         possible &= here
-    return possible
+    return possible[:, which]
 
 
 def _factors(number: int) -> list[int]:

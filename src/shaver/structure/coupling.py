@@ -17,6 +17,7 @@ from shaver.structure.probing import Change, Pass, Probing
 
 OUTPUT = "it makes the model's output"
 RESIDUAL = "its outputs are added to those of other layers (a residual stream); residual=True includes these"
+TIED = "it shares a tensor, or a layer that reads it, with what may not be removed"
 
 
 class Coupling:
@@ -46,7 +47,9 @@ class Coupling:
         edges = [self._own_edges(layer) for layer in self.sources]
         edges += [self._arrival_edges(layer, table) for layer, table in self._tables(live).items()]
         self.labels = components(torch.cat(edges, 1) if edges else torch.zeros(2, 0, dtype=torch.long), probing.size)
-        self._forbid(self.labels[self.frozen])
+        self._forbid(self.labels[self.frozen], TIED)
+        for layer in live:
+            self._all_read(layer)
         self._raw_tensors(live)
 
     def _sums(self) -> Tensor:
@@ -62,8 +65,8 @@ class Coupling:
             mute = [Change(layer, _all(layer.width), "zero")]
             # A norm or grouped convolution behind this layer alone would send its shift in the layer's place.
             mute += [Change(axis, _all(size), "zero") for axis, size in self._behind(here & ~several)]
-            quiet = probing.run(mute, real=True)
-            others = [Change(other, _all(other.width), "shift") for other in self.sources if other is not layer]
+            quiet = probing.run(mute, real=True, keep=True)
+            others = [Change(other, _all(other.width), "sway") for other in self.sources if other is not layer]
             moved = probing.run([*mute, *others], reference=quiet, real=True).reached
             silenced |= here & ~moved
         return several & ~silenced
@@ -90,7 +93,7 @@ class Coupling:
             growing = False
             for layer, seen in self.reach.items():
                 if layer.name not in self.left_out and (seen.reached & self.frozen).any():
-                    self._leave_out(layer, "what it makes is mixed with what may not be removed")
+                    self._leave_out(layer, TIED)
                     growing = True
 
     def _leave_out(self, layer: Layer, reason: str) -> None:
@@ -100,7 +103,7 @@ class Coupling:
             self.frozen[self.probing.range_of(axis)] = True
 
     def _tables(self, layers: Iterable[Layer]) -> dict[Layer, Tensor]:
-        """Layer → (channels, nodes): where each channel arrives. Layers that share no reader are probed at once."""
+        """Layer → (channels, nodes it reaches): where each arrives. Layers that share no reader are probed at once."""
         tables = {}
         for together in _apart(layers, self.reach):
             digits = {layer: code(layer.width) for layer in together}
@@ -111,10 +114,16 @@ class Coupling:
                 now = {layer: test for layer, test in zip(together, tests, strict=True) if test is not None}
                 reached = self.probing.spread({layer: mask for layer, (_, mask) in now.items()}).reached
                 for layer, (at, _) in now.items():
-                    hits[layer][at].append(reached & self.reach[layer].reached)
+                    hits[layer][at].append(reached[self.reach[layer].reached])
             for layer in together:
                 tables[layer] = decode(digits[layer], hits[layer])
         return tables
+
+    def _all_read(self, layer: Layer) -> None:
+        """Leave a layer out if some of its channels arrive nowhere: perhaps they only do for other data."""
+        own = self.labels[self.probing.range_of(layer.makes[0])]
+        if not torch.isin(own, self.labels[self.reach[layer].reached]).all():
+            self._forbid(own, "some of its outputs do not arrive at any layer")
 
     def _own_edges(self, layer: Layer) -> Tensor:
         """A channel's row in the weight and its bias are one."""
@@ -122,11 +131,24 @@ class Coupling:
         return torch.cat([torch.stack([first, first]), *(torch.stack([first, other]) for other in rest)], 1)
 
     def _arrival_edges(self, layer: Layer, table: Tensor) -> Tensor:
-        channel, node = table.nonzero().T
+        channel, at = table.nonzero().T
+        node = self.reach[layer].reached.nonzero().squeeze(1)[at]
         return torch.stack([channel + self.probing.nodes[layer.makes[0]][0], node])
 
-    def _forbid(self, labels: Tensor) -> None:
-        self.labels[torch.isin(self.labels, labels[labels >= 0])] = -1
+    def _forbid(self, labels: Tensor, reason: str) -> None:
+        """Take units out, and all others of the layers that make them: a layer's channels are found all or none."""
+        labels = labels[labels >= 0]
+        while len(labels):
+            bad = torch.isin(self.labels, labels)
+            self.labels[bad] = -1
+            rest = []
+            for layer in self.sources:
+                here = self.probing.range_of(layer.makes[0])
+                if bad[here].any():
+                    self.left_out.setdefault(layer.name, reason)
+                    rest.append(self.labels[here])
+            labels = torch.cat(rest) if rest else labels[:0]
+            labels = labels[labels >= 0]
 
     def _raw_tensors(self, live: list[Layer]) -> None:
         """Parameters and buffers outside the known layers: a scale for each channel belongs to the channel's unit."""
@@ -136,19 +158,24 @@ class Coupling:
             units |= self.reach[layer].reached
         known = {axis[0] for layer in probing.order for axis in (*layer.makes, *layer.reads)}
         seen: set[int] = set()
+        owners: dict[Axis, Tensor] = {}
         for name, tensor in probing.tensors.items():
             if name in known or id(tensor) in seen or tensor.numel() < 2 or not tensor.is_floating_point():
                 continue
             seen.add(id(tensor))
             dims = [dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1]
             reached = probing.spread({(name, dims[0]): _all(tensor.shape[dims[0]])}).reached & units
-            labels = self.labels[reached]
-            labels = labels[labels >= 0].unique()
+            labels = torch.tensor(sorted(set(self.labels[reached].tolist()) - {-1}))
             if len(labels) > 1:
-                self._match(name, dims, labels)
+                owners |= self._match(name, dims, labels)
+        for axis, owner in owners.items():
+            probing.add_nodes(axis)
+            self.labels = torch.cat([self.labels, torch.where(torch.isin(owner, self.labels), owner, -1)])
+        self.summed = torch.cat([self.summed, torch.zeros(probing.size - len(self.summed), dtype=torch.bool)])
+        self.raw = list(owners)
 
-    def _match(self, name: str, dims: list[int], labels: Tensor) -> None:
-        """Find the dimension of a tensor that lies along some units, if it has one."""
+    def _match(self, name: str, dims: list[int], labels: Tensor) -> dict[Axis, Tensor]:
+        """The dimension of a tensor that lies along some units, if it has one, and the unit of each position."""
         probing = self.probing
         for dim in dims:
             size = probing.tensors[name].shape[dim]
@@ -158,15 +185,11 @@ class Coupling:
             meets = (decode(digits, hits).float() @ units.float()) > 0
             if meets.all():
                 continue  # Every position goes to every unit, as a number for the whole layer does.
-            if bool((meets.sum(1) <= 1).all()) and bool(meets.any(0).all()):
-                probing.add_nodes((name, dim))
-                own = torch.where(meets.any(1), labels[meets.float().argmax(1)], -1)
-                self.labels = torch.cat([self.labels, own])
-                self.summed = torch.cat([self.summed, torch.zeros(size, dtype=torch.bool)])
-                self.raw.append((name, dim))
-                return
-            self._forbid(labels)
-            return
+            if bool((meets.sum(1) == 1).all()):
+                return {(name, dim): labels[meets.float().argmax(1)]}
+            self._forbid(labels, f"dimension {dim} of {name!r} lies along its outputs, but not one to one")
+            break
+        return {}
 
 
 def components(edges: Tensor, nodes: int) -> Tensor:

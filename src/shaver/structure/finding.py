@@ -90,9 +90,9 @@ def _alone(probing: Probing, coupling: Coupling, found: list[tuple[int, Group]],
     at_layers = {axis for layer in coupling.sources for axis in layer.makes}
     mute = [Change(layer, mask, "zero") for layer, mask in silent.items()]
     mute += [Change(axis, mask, "zero") for axis, mask in makes.items() if axis not in at_layers]
-    others = [Change(layer, torch.ones(layer.width, dtype=torch.bool), "shift")
+    others = [Change(layer, torch.ones(layer.width, dtype=torch.bool), "sway")
               for layer in coupling.sources if layer not in silent]  # fmt: skip
-    quiet = probing.run(mute, real=True)
+    quiet = probing.run(mute, real=True, keep=True)
     moved = probing.run([*mute, *others], reference=quiet, batch=_moved(batch), real=True).reached
     kept = []
     for place, group in found:

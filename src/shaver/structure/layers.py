@@ -24,7 +24,8 @@ class Layer:
         name: Qualified name of the module.
         module: The module.
         sort: ``"dense"``: every output depends on every input. ``"grouped"``: a convolution with groups, depthwise
-            among them, whose channels stay within their group. ``"norm"``: an affine norm, channel by channel.
+            among them, whose channels stay within their group. ``"norm"``: a norm (or PReLU) that has
+            numbers of its own for each channel.
         makes: Dimensions that lie along the output channels.
         reads: Dimensions that lie along the input channels (dense layers).
         input_dim: Where the channels are in the input.
@@ -95,6 +96,8 @@ def layer_of(name: str, module: nn.Module, names: dict[int, str]) -> Layer | Non
         if isinstance(module, norm):
             tensors = [getattr(module, key) for key in ("weight", "bias", "running_mean", "running_var")]
             return Layer(name, module, "norm", axes(*((tensor, 0) for tensor in tensors)), output_dim=-spatial - 1)
+    if isinstance(module, nn.PReLU) and module.num_parameters > 1:
+        return Layer(name, module, "norm", axes((module.weight, 0)), output_dim=1)
     # Norms over the last dimension are not here: one over the width of a head is shared by all heads.
     return None
 

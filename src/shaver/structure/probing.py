@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from shaver.structure.layers import Axis, Layer, layers_of
 
-How = Literal["nan", "shift", "zero"]
+How = Literal["spoil", "sway", "up", "down", "zero"]
+
+#: What is added to the numbers of a channel, in turn.
+_STEPS = {"spoil": (float("nan"), 100.0, -100.0), "sway": (100.0, -100.0), "up": (100.0,), "down": (-100.0,)}
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class Change:
     Attributes:
         where: The layer, or the dimension of a parameter or buffer.
         mask: Which channels or positions.
-        how: ``"nan"`` travels through all arithmetic; ``"shift"`` adds a large positive number, and gets through
-            where code compares and selects; ``"zero"`` silences.
+        how: ``"spoil"`` makes a third of the numbers NaN, which travels through all arithmetic, and moves the others
+            far up and down, which gets through where code compares and selects. ``"sway"``, ``"up"`` and ``"down"``
+            only move, ``"zero"`` silences.
     """
 
     where: Layer | Axis
@@ -84,7 +88,7 @@ class Probing:
         self._changes: dict[str, Change] = {}
         self._reference: Pass | None = None
         self._now = Pass(torch.zeros(0))
-        self._real = True
+        self._real, self._keep, self._few = True, False, False
         self._patched = ExitStack()
 
     def add_nodes(self, axis: Axis) -> None:
@@ -107,7 +111,7 @@ class Probing:
         torch.backends.mha.set_fastpath_enabled(False)
         self._patched.callback(torch.backends.mha.set_fastpath_enabled, fast)
         try:
-            self.clean = self.run([])
+            self.clean = self.run([], keep=True)
         except BaseException:
             self._patched.close()
             raise
@@ -117,7 +121,13 @@ class Probing:
         self._patched.close()
 
     def run(
-        self, changes: Sequence[Change], *, reference: Pass | None = None, batch: Any = None, real: bool = False
+        self,
+        changes: Sequence[Change],
+        *,
+        reference: Pass | None = None,
+        batch: Any = None,
+        real: bool = False,
+        keep: bool = False,
     ) -> Pass:
         """One forward pass with some changes, compared with a reference.
 
@@ -126,11 +136,13 @@ class Probing:
             reference: The clean pass by default.
             batch: Other inputs than those of the clean pass.
             real: Compute grouped convolutions, instead of spoiling every output of a group that a change reaches.
+            keep: What the layers met, so that this pass can be a reference.
         """
         self._passes += 1
         self._calls.clear()
         self._reference = reference or getattr(self, "clean", None)
         self._real = real or self._reference is None
+        self._keep = keep
         self._now = Pass(torch.zeros(self.size, dtype=torch.bool))
         self._changes = {change.where.name: change for change in changes if isinstance(change.where, Layer)}
         in_tensors = [change for change in changes if not isinstance(change.where, Layer)]
@@ -142,10 +154,14 @@ class Probing:
         return self._now
 
     def spread(self, changes: Mapping[Layer | Axis, Tensor]) -> Pass:
-        """Where a change arrives, by either way of spoiling."""
-        hit = self.run([Change(where, mask, "nan") for where, mask in changes.items()])
-        shifted = self.run([Change(where, mask, "shift") for where, mask in changes.items()])
-        return Pass(hit.reached | shifted.reached, hit.output or shifted.output)
+        """Where spoiled channels arrive."""
+        self._few = False
+        seen = self.run([Change(where, mask, "spoil") for where, mask in changes.items()])
+        ways: tuple[How, ...] = ("up", "down") if self._few else ()
+        for how in ways:  # A channel of one or two numbers cannot be spoiled in all ways at once.
+            moved = self.run([Change(where, mask, how) for where, mask in changes.items()])
+            seen = Pass(seen.reached | moved.reached, seen.output or moved.output)
+        return seen
 
     @contextmanager
     def _changed_tensors(self, changes: Sequence[Change]) -> Iterator[None]:
@@ -158,7 +174,7 @@ class Probing:
                 if name not in kept:
                     kept[name] = tensor.data
                     tensor.data = tensor.data.clone()
-                _apply(tensor.data, dim, change.mask, change.how)
+                self._apply(tensor.data, dim, change.mask, change.how)
             yield
         finally:
             for name, data in kept.items():
@@ -190,7 +206,7 @@ class Probing:
                     self._spoil_groups(layer, main, key, inputs[0])
                 change = self._changes.get(layer.name)
                 if change is not None:
-                    _apply(main, layer.output_dim, change.mask, change.how)
+                    self._apply(main, layer.output_dim, change.mask, change.how)
                 return answer
 
             return forward
@@ -199,7 +215,8 @@ class Probing:
 
     def _met(self, layer: Layer, key: tuple[str, int], values: list[Tensor]) -> list[Tensor]:
         """Keep what a layer met, and mark the nodes where it differs from the reference."""
-        self._now.seen[key] = [value.detach().clone() for value in values]
+        if self._keep:
+            self._now.seen[key] = [value.detach().clone() for value in values]
         if self._reference is None or key not in self._reference.seen or layer.sort == "grouped":
             return values
         for at, (value, other) in enumerate(zip(values, self._reference.seen[key], strict=True)):
@@ -208,6 +225,8 @@ class Probing:
             else:
                 # Queries, keys and values of an attention module go to one weight or to one each.
                 axes = layer.reads[at : at + 1] if len(layer.reads) > 1 else layer.reads
+            if torch.equal(value, other):
+                continue
             hit = along(differs(value, other), layer.output_dim if layer.sort == "norm" else layer.input_dim)
             for axis in axes:
                 self._now.reached[self.range_of(axis)] |= hit
@@ -215,13 +234,27 @@ class Probing:
 
     def _spoil_groups(self, layer: Layer, output: Tensor, key: tuple[str, int], value: Tensor) -> None:
         assert self._reference is not None
+        if torch.equal(value, self._reference.seen[key][0]):
+            return
         hit = along(differs(value, self._reference.seen[key][0]), layer.input_dim).reshape(layer.groups, -1).any(1)
         if not hit.any():
             return
         for axis in layer.makes:
             self._now.reached[self.range_of(axis)] |= hit.repeat_interleave(self.nodes[axis][1] // layer.groups)
-        how = "nan" if bool(value.isnan().any()) else "shift"
-        _apply(output, layer.output_dim, hit.repeat_interleave(layer.width // layer.groups), how)
+        self._apply(output, layer.output_dim, hit.repeat_interleave(layer.width // layer.groups), "spoil")
+
+    def _apply(self, tensor: Tensor, dim: int, mask: Tensor, how: How) -> None:
+        channels = tensor.movedim(dim, 0)
+        others = channels[0]
+        mask = mask.to(tensor.device)
+        if how == "zero":
+            channels[mask] = 0
+            return
+        self._few |= how == "spoil" and others.numel() < 3
+        count = torch.arange(others.numel(), device=tensor.device).reshape(others.shape)
+        steps = torch.tensor(_STEPS[how], dtype=tensor.dtype, device=tensor.device)[count % len(_STEPS[how])]
+        # Uneven steps, so that no mean or difference takes them away again.
+        channels[mask] += steps * (1 + count.to(tensor.dtype) / others.numel())
 
 
 @contextmanager
@@ -248,18 +281,6 @@ def differs(value: Tensor, other: Tensor) -> Tensor:
 def along(hit: Tensor, dim: int) -> Tensor:
     """Any over every other dimension."""
     return hit.movedim(dim, 0).flatten(1).any(1).cpu()
-
-
-def _apply(tensor: Tensor, dim: int, mask: Tensor, how: How) -> None:
-    shape = [1] * tensor.ndim
-    shape[dim] = -1
-    mask = mask.to(tensor.device).reshape(shape)
-    if how == "shift":
-        # Uneven numbers, so that no mean or difference takes them away again.
-        steps = torch.linspace(1, 2, tensor.numel(), device=tensor.device).reshape(tensor.shape)
-        tensor += (100 * steps * mask).to(tensor.dtype)
-    else:
-        tensor.masked_fill_(mask, float("nan") if how == "nan" else 0.0)
 
 
 def _copy(answer: Any) -> Any:
