@@ -9,7 +9,7 @@ from typing import Any
 
 from shaver.io import atomic_path
 from shaver.study.histories import QUANTITIES, History
-from shaver.study.sheets import percent, scoring_seconds, training_numbers
+from shaver.study.sheets import percent
 from shaver.study.summary import (
     CRITERION_NAMES,
     METHOD_NAMES,
@@ -22,6 +22,7 @@ from shaver.study.summary import (
     Training,
     in_order,
 )
+from shaver.study.times import scoring_times, training_label, training_times
 
 #: By criterion, after Okabe and Ito: told apart with any colour vision. The page uses the same.
 COLOURS = {
@@ -94,7 +95,7 @@ def write_figures(
             jobs.append((f"{e.slug}-pareto", partial(pareto, experiment=e)))
         if own := [h for h in histories if h.belongs_to(e)]:
             jobs.append((f"{e.slug}-training", partial(training, experiment=e, histories=own)))
-    if any(training_numbers(e, t).get("train_seconds") for e in experiments for t in e.trainings):
+    if training_times(experiments).bars or scoring_times(experiments).bars:
         jobs.append(("costs", partial(costs, experiments=experiments)))
     written = []
     with _matplotlib() as plt:
@@ -197,7 +198,7 @@ def training(plt: Any, experiment: Experiment, histories: Sequence[History]) -> 
             curve = History.mean(own, key)
             if curve:
                 style = {"color": CYCLE[i % len(CYCLE)], "linestyle": _DASHES.get(one.method, "solid")}
-                axis.plot(*zip(*curve, strict=True), label=history_label(one, by_training), linewidth=1.8, **style)
+                axis.plot(*zip(*curve, strict=True), label=training_label(one, by_training), linewidth=1.8, **style)
         axis.set_title(QUANTITIES[key])
         axis.set_xlabel("epoch")
     figure = plt.gcf()
@@ -207,18 +208,14 @@ def training(plt: Any, experiment: Experiment, histories: Sequence[History]) -> 
 
 def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
     """Training time of each method, and the time of each criterion's scores."""
-    timed = [(e, t, n["train_seconds"]) for e in experiments for t in e.trainings
-             if "train_seconds" in (n := training_numbers(e, t))]  # fmt: skip
-    scored = [(e, c, s) for e in experiments for c in e.criteria if (s := scoring_seconds(e, c))]
-    height = 0.9 + 0.26 * max(len(timed), len(scored))
-    figure, axes = plt.subplots(1, 2 if scored else 1, figsize=(11 if scored else 5.5, height), squeeze=False)
-    _bars(axes[0][0], [(_bar_label(e, t), n, CYCLE[list(METHOD_NAMES).index(t.method) % len(CYCLE)]
-                        if t.method in METHOD_NAMES else "#777777") for e, t, n in timed])  # fmt: skip
-    axes[0][0].set_title("training, seconds")
-    if scored:
-        _bars(axes[0][1], [(f"{e.title}, {CRITERION_NAMES.get(c, c)}", s, _colour(c)) for e, c, s in scored])
-        axes[0][1].set_xscale("log")
-        axes[0][1].set_title("scoring a network, seconds")
+    found = [times for times in (training_times(experiments), scoring_times(experiments)) if times.bars]
+    height = 1.1 + 0.27 * max(len(times.bars) for times in found)
+    figure, axes = plt.subplots(1, len(found), figsize=(5.8 * len(found), height), squeeze=False)
+    for axis, times in zip(axes[0], found, strict=True):
+        methods = {"map": "#999999", "l1": "#0072b2", "spam": "#d55e00"}
+        bars = [(label, e, methods.get(kind) or _colour(kind)) for label, e, kind in times.bars]
+        _bars(axis, bars, times.show)
+        axis.set_title(times.title, wrap=True)
     figure.tight_layout()
 
 
@@ -241,13 +238,6 @@ def changes_cost(curve: Curve, key: str) -> bool:
     """Whether a curve's networks differ in a cost, and have an accuracy to weigh it against."""
     values = {found.mean for found in curve.values(key).values()}
     return len(values) > 1 and min(values) > 0 and bool(curve.values("accuracy"))
-
-
-def history_label(training: Training, among: Mapping[Training, Any] | Sequence[Training]) -> str:
-    """The method; with prior and curvature where it has several."""
-    several = len([t for t in among if t.method == training.method]) > 1
-    parts = (training.method_name, training.prior_name, training.curvature_name) if several else (training.method_name,)
-    return ", ".join(part for part in parts if part)
 
 
 @contextmanager
@@ -326,17 +316,22 @@ def _colour(criterion: str) -> str:
     return COLOURS.get(criterion, "#661100")
 
 
-def _bars(axis: Any, bars: Sequence[tuple[str, Estimate, str]]) -> None:
-    labels = [label for label, _, _ in bars]
-    axis.barh(range(len(bars)), [e.mean for _, e, _ in bars], color=[c for _, _, c in bars], height=0.62,
-              xerr=[e.error or 0.0 for _, e, _ in bars], error_kw={"ecolor": "#555555", "elinewidth": 1})  # fmt: skip
-    axis.set_yticks(range(len(bars)), labels, fontsize=8)
+def _bars(axis: Any, bars: Sequence[tuple[str, Estimate, str]], show: Callable[[float], str]) -> None:
+    """Horizontal bars from a logarithmic axis without numbers: each bar carries its own."""
+    for i, (_, found, colour) in enumerate(bars):
+        axis.barh(i, found.mean, color=colour, height=0.62)
+        axis.annotate(
+            show(found.mean), (found.mean, i), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axis.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
+    means = [found.mean for _, found, _ in bars]
+    if max(means) > 30 * min(means):
+        axis.set_xscale("log")
+    axis.margins(x=0.14)
+    axis.xaxis.set_visible(False)
+    axis.spines["bottom"].set_visible(False)
     axis.invert_yaxis()
-    axis.grid(visible=False, axis="y")
-
-
-def _bar_label(experiment: Experiment, training: Training) -> str:
-    return f"{experiment.title}, {history_label(training, experiment.trainings)}"
+    axis.grid(visible=False)
 
 
 def _legend(plt: Any, curves: Sequence[Curve], title: str = "", *, points: bool = False) -> None:

@@ -13,6 +13,7 @@ from shaver.study.summary import (
     Training,
     in_order,
 )
+from shaver.study.times import duration, scoring_seconds, training_numbers
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def training_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
         "nll": ("NLL", "{:.3f}".format),
         "log_evidence": ("log evidence", "{:,.0f}".format),
         "epochs": ("epochs", "{:.0f}".format),
-        "train_seconds": ("training, s", _seconds),
+        "train_seconds": ("training", duration),
     }
     rows = [(e, t, training_numbers(e, t)) for e in experiments for t in e.trainings]
     keys = [key for key in shows if any(key in numbers for _, _, numbers in rows)]
@@ -203,12 +204,12 @@ def scoring_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
     for experiment in experiments:
         found = {c: scoring_seconds(experiment, c) for c in criteria}
         if any(found.values()):
-            lines.append(Line((experiment.title,), tuple(_plain(found[c], _seconds) for c in criteria)))
+            lines.append(Line((experiment.title,), tuple(_plain(found[c], duration) for c in criteria)))
     if not lines:
         return None
     return Sheet(
         name="scoring",
-        title="Pruning: seconds to score a network",
+        title="Pruning: time to score a network",
         note="Means over networks. One scoring serves all sparsities.",
         heads=("experiment",),
         columns=tuple(CRITERION_NAMES.get(c, c) for c in criteria),
@@ -252,22 +253,6 @@ def size_sheet(experiment: Experiment, sparsity: float = 0.95) -> Sheet | None:
     return _without_constant_labels(sheet, keep=1)
 
 
-def training_numbers(experiment: Experiment, training: Training) -> dict[str, Estimate]:
-    """What a training reached and took; the quality only if the dense network was measured."""
-    if training in experiment.dense:
-        return dict(experiment.dense[training])
-    pruned = next((next(iter(c.points.values())) for c in experiment.curves if c.training == training), {})
-    return {key: pruned[key] for key in ("train_seconds", "epochs", "log_evidence") if key in pruned}
-
-
-def scoring_seconds(experiment: Experiment, criterion: str) -> Estimate | None:
-    """The time of a criterion's scores, over every network of the experiment; a network's sparsities share one."""
-    curves = [c for c in experiment.curves if c.criterion == criterion and c.stage == experiment.stages[0]]
-    values = [next(iter(found.values())).mean for c in curves if (found := c.values("score_seconds"))]
-    values = [value for value in values if value > 0]  # online pruning scores while it trains
-    return Estimate.of(values) if values else None
-
-
 def _training_labels(experiment: Experiment, training: Training) -> tuple[str, str, str]:
     """The name of the method; prior and curvature only where the method comes with more than one of them."""
     own = [t for t in experiment.trainings if t.method == training.method]
@@ -300,7 +285,7 @@ def _entry(found: Estimate | None, metric: Metric) -> Entry:
 
 
 def _plain(found: Estimate | None, show: Callable[[float], str]) -> Entry:
-    return EMPTY if found is None else Entry(show(found.mean), value=found.mean, spread=found.error)
+    return EMPTY if found is None else Entry(show(found.mean).replace("-", "−"), value=found.mean, spread=found.error)
 
 
 def _marked(lines: Sequence[Line], metric: Metric) -> list[Line]:
@@ -314,6 +299,8 @@ def _marked(lines: Sequence[Line], metric: Metric) -> list[Line]:
         best = _top([line.entries[column] for line in lines], sign)
         for indices in groups.values():
             leader = _top([lines[i].entries[column] for i in indices], sign) if len(indices) > 1 else None
+            if all(lines[i].entries[column].text == leader for i in indices):
+                leader = None  # nobody leads
             for i in indices:
                 entry = marked[i][column]
                 if entry.value is not None:
@@ -332,7 +319,3 @@ def _averaged(counts: Sequence[int]) -> str:
         return "One seed."
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"Mean ± standard error over {seeds} seeds."
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shaver import __version__
-from shaver.study.figures import COLOURS, COSTS, changes_cost, history_label, varying_costs
+from shaver.study.figures import COLOURS, COSTS, changes_cost, varying_costs
 from shaver.study.histories import QUANTITIES, History
 from shaver.study.page.parts import bars, card, facts, panel, picture, section, sheet_table
 from shaver.study.sheets import (
@@ -18,10 +18,8 @@ from shaver.study.sheets import (
     main_criterion,
     percent,
     quality_sheet,
-    scoring_seconds,
     scoring_sheet,
     size_sheet,
-    training_numbers,
     training_sheet,
 )
 from shaver.study.summary import (
@@ -35,6 +33,7 @@ from shaver.study.summary import (
     in_order,
     training_of,
 )
+from shaver.study.times import scoring_times, training_label, training_times
 
 #: Bytes of the whole page.
 LIMIT = 3_000_000
@@ -262,24 +261,17 @@ def _pictures(sources: Sequence[Source], room: int) -> str:
 
 
 def _times(experiments: Sequence[Experiment]) -> str:
+    trained, scored = training_times(experiments), scoring_times(experiments)
     out = []
-    trained = [
-        (f"{e.title}, {history_label(t, e.trainings)}", found, {"map": 7, "l1": 2, "spam": 0}.get(t.method, 8))
-        for e in experiments
-        for t in e.trainings
-        if (found := training_numbers(e, t).get("train_seconds"))
-    ]
-    if trained:
-        out.append(f"<h3>Training, seconds</h3>{bars(trained)}")
-    scored = [
-        (f"{e.title}, {CRITERION_NAMES.get(c, c)}", found, _slot(c))
-        for e in experiments
-        for c in e.criteria
-        if (found := scoring_seconds(e, c))
-    ]
-    if scored:
-        out.append(f"<h3>Scoring a network once, seconds</h3>{bars(scored)}")
-    sheets = [training_sheet(experiments), scoring_sheet(experiments), *map(size_sheet, experiments)]
+    if trained.bars:
+        slots = {"map": 7, "l1": 2, "spam": 0}
+        rows = [(label, found, slots.get(kind, 8)) for label, found, kind in trained.bars]
+        out.append(f"<h3>{escape(trained.title)}</h3>{bars(rows, trained.show)}")
+    if scored.bars:
+        rows = [(label, found, _slot(kind)) for label, found, kind in scored.bars]
+        out.append(f"<h3>{escape(scored.title)}</h3>{bars(rows, scored.show)}")
+    sheets = [training_sheet(experiments), scoring_sheet(experiments)]
+    sheets += [size_sheet(experiment) for experiment in experiments if experiment.criteria]
     out += [sheet_table(sheet) for sheet in sheets if sheet is not None]
     return section("times", "Times and sizes", "Measured on the machine named below.", "".join(out)) if out else ""
 
@@ -333,7 +325,7 @@ def _experiment_data(experiment: Experiment, histories: Sequence[History]) -> di
         "curves": [_curve_data(curve, costs) for curve in experiment.curves],
         "histories": [
             {
-                "label": history_label(t, order),
+                "label": training_label(t, order),
                 "method": t.method,
                 "y": {
                     key: [[epoch, _round(value)] for epoch, value in curve]

@@ -89,7 +89,8 @@ class Plot {
     const narrow = width < 520;
     const height = narrow ? 300 : Math.min(440, Math.max(320, width * 0.42));
     const box = (this.box = { left: 50, right: width - 12, top: 22, bottom: height - 42 });
-    const ys = spec.lines.flatMap((l) => l.points.flatMap((p) => [p.y - (p.e || 0), p.y + (p.e || 0)]));
+    const few = spec.lines.length <= 4; // more bands than that hide the curves; then a curve's own shows on hover
+    const ys = spec.lines.flatMap((l) => l.points.flatMap((p) => (few ? [p.y - (p.e || 0), p.y + (p.e || 0)] : [p.y])));
     let low = Math.min(...ys), high = Math.max(...ys);
     const pad = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
     low = spec.y.floor !== undefined ? Math.max(spec.y.floor, low - pad) : low - pad;
@@ -118,7 +119,7 @@ class Plot {
     make("text", { x: box.right, y: height - 4, "text-anchor": "end" }, svg, spec.x.label);
     this.guide = make("line", { class: "guide", y1: box.top, y2: box.bottom, visibility: "hidden" }, svg);
     this.groups = spec.lines.map((line) => {
-      const g = make("g", {}, svg);
+      const g = make("g", few ? { class: "few" } : {}, svg);
       const dots = line.points.map((p) => ({ ...p, px: X(p.x), py: Y(p.y) }));
       if (spec.joined && line.points.some((p) => p.e)) {
         const edge = (sign) => line.points.map((p) => `${X(p.x)} ${Y(Math.min(high, Math.max(low, p.y + sign * (p.e || 0))))}`);
@@ -185,7 +186,10 @@ class Plot {
 
   show(at) {
     this.at = at;
-    this.groups.forEach((group, i) => group.g.classList.toggle("faint", at !== null && i !== at.line));
+    this.groups.forEach((group, i) => {
+      group.g.classList.toggle("faint", at !== null && i !== at.line);
+      group.g.classList.toggle("near", at !== null && i === at.line);
+    });
     this.tip.hidden = at === null;
     this.guide.setAttribute("visibility", at && this.spec.joined ? "visible" : "hidden");
     if (at === null) return;

@@ -1,7 +1,7 @@
 """The page's building blocks as HTML text; everything that comes from data is escaped here."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def card(title: str, criterion: str, reached: Mapping[str, float]) -> str:
         f'<dd class="number">{percent(share)} %</dd>'
         for method, share in reached.items()
     )
-    return f'<div class="card"><h3>{escape(title)}, {escape(criterion)}</h3><dl>{rows}</dl></div>'
+    return f'<div class="card"><h3>{escape(title)}</h3><p>pruned by {escape(criterion)}</p><dl>{rows}</dl></div>'
 
 
 def sheet_table(sheet: Sheet) -> str:
@@ -89,15 +89,15 @@ def picture(path: Path) -> str:
     )
 
 
-def bars(rows: Sequence[tuple[str, Estimate, int]]) -> str:
-    """Horizontal bars: label, mean with error, colour."""
+def bars(rows: Sequence[tuple[str, Estimate, int]], show: Callable[[float], str]) -> str:
+    """Horizontal bars: label, mean with error as ``show`` writes them, colour."""
     longest = max(found.mean for _, found, _ in rows)
     out = []
     for label, found, slot in rows:
-        error = "" if found.error is None else f" ± {found.error:.2g}"
+        error = "" if found.error is None else f" ± {show(found.error)}"
         out.append(
             f'<dt>{escape(label)}</dt><dd><i style="width:{68 * found.mean / longest:.2f}%;background:var(--k{slot})">'
-            f"</i>{found.mean:.3g}{error}</dd>"
+            f"</i>{escape(show(found.mean) + error)}</dd>"
         )
     return f'<dl class="bars">{"".join(out)}</dl>'
 
