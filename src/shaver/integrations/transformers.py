@@ -149,7 +149,8 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
     Raises:
         ValueError: They do not fit, with the cure.
     """
-    table: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    embeddings: Any = getattr(model, "get_input_embeddings", None)
+    table: Any = embeddings() if embeddings is not None else None
     rows = getattr(table, "num_embeddings", None)
     if rows is None or not hasattr(tokenizer, "__len__"):
         return
