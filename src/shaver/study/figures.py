@@ -98,10 +98,10 @@ def write_figures(
     if training_times(experiments).bars or scoring_times(experiments).bars:
         jobs.append(("costs", partial(costs, experiments=experiments)))
     written = []
-    with _matplotlib() as plt:
+    with drawing() as plt:
         for name, draw in jobs:
             draw(plt)
-            written += _save(plt, folder / name, suffixes)
+            written += save_figure(plt, folder / name, suffixes)
     return written
 
 
@@ -198,7 +198,9 @@ def training(plt: Any, experiment: Experiment, histories: Sequence[History]) -> 
             curve = History.mean(own, key)
             if curve:
                 style = {"color": CYCLE[i % len(CYCLE)], "linestyle": _DASHES.get(one.method, "solid")}
-                axis.plot(*zip(*curve, strict=True), label=training_label(one, by_training), linewidth=1.8, **style)
+                axis.plot(
+                    *zip(*curve, strict=True), label=training_label(one, list(by_training)), linewidth=1.8, **style
+                )
         axis.set_title(QUANTITIES[key])
         axis.set_xlabel("epoch")
     figure = plt.gcf()
@@ -215,7 +217,8 @@ def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
         methods = {"map": "#999999", "l1": "#0072b2", "spam": "#d55e00"}
         bars = [(label, e, methods.get(kind) or _colour(kind)) for label, e, kind in times.bars]
         _bars(axis, bars, times.show)
-        axis.set_title(times.title, wrap=True)
+        scale = " (logarithmic)" if axis.get_xscale() == "log" else ""
+        axis.set_title(times.title + scale, wrap=True)
     figure.tight_layout()
 
 
@@ -241,7 +244,12 @@ def changes_cost(curve: Curve, key: str) -> bool:
 
 
 @contextmanager
-def _matplotlib() -> Iterator[Any]:
+def drawing() -> Iterator[Any]:
+    """Matplotlib's pyplot in the house style, without a window.
+
+    Raises:
+        ImportError: Matplotlib is missing.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -253,7 +261,8 @@ def _matplotlib() -> Iterator[Any]:
         yield plt
 
 
-def _save(plt: Any, path: Path, suffixes: Sequence[str]) -> list[Path]:
+def save_figure(plt: Any, path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Write the present figure as ``path.svg`` and so on, atomically, and close it."""
     options: dict[str, dict[str, Any]] = {"svg": {"metadata": {"Date": None}}, "png": {"dpi": 160}}
     written = []
     for suffix in suffixes:
@@ -317,7 +326,7 @@ def _colour(criterion: str) -> str:
 
 
 def _bars(axis: Any, bars: Sequence[tuple[str, Estimate, str]], show: Callable[[float], str]) -> None:
-    """Horizontal bars from a logarithmic axis without numbers: each bar carries its own."""
+    """Horizontal bars, each with its number instead of an axis."""
     for i, (_, found, colour) in enumerate(bars):
         axis.barh(i, found.mean, color=colour, height=0.62)
         axis.annotate(
