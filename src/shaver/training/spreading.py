@@ -50,7 +50,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             f"fit spreads the network over the processes of torchrun itself: pass the plain network instead of "
             f"{type(model).__name__}, or use shaver.SpaM in a loop of your own."
         )
-    if any(type(p).__name__ == "DTensor" or hasattr(p, "placements") for p in model.parameters()):
+    if any(hasattr(p, "placements") for p in model.parameters()):
         raise TypeError("fit does not train sharded parameters; use shaver.SpaM in a loop of your own under FSDP.")
 
 
@@ -67,7 +67,12 @@ class Spread:
         return self.ranks.rank == 0
 
     def own(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """This rank's part of each batch; a part may be empty, which is ``None``."""
+        """This rank's part of each batch; a part may be empty, which is ``None``.
+
+        All ranks draw from the first one's random numbers here, so that shuffled batches are the same on all.
+        """
+        if self.ranks:
+            checkpoints.set_random_state(self.ranks.share(checkpoints.random_state()))
         if not self.ranks or _is_sharded(batches):
             yield from batches
             return
@@ -83,10 +88,9 @@ class Spread:
             yield part if high > low else None
 
     def draws(self, groups: Iterator[Any], seed: int, epoch: int) -> Iterator[Any]:
-        """An epoch's batches, in the same order on all ranks; what is drawn after that (dropout) is each rank's own."""
+        """An epoch's batches; what is drawn after their order (dropout) is each rank's own."""
         if not self.ranks:
             return groups
-        checkpoints.set_random_state(self.ranks.share(checkpoints.random_state()))
         first = next(groups, None)  # a sampler draws its order with the first batch
         if not self.first:
             (own,) = np.random.SeedSequence([seed, epoch, self.ranks.rank]).generate_state(1, np.uint64)
