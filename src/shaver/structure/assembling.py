@@ -1,6 +1,7 @@
 """Groups of like units, from the numbers of the units to which the positions of all tensors belong."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import torch
 
@@ -28,25 +29,25 @@ def assemble(coupling: Coupling) -> list[tuple[int, Group]]:
     for label, unit in held.items():
         alike[tuple((axis, len(positions)) for axis, positions in unit.items())].append(label)
 
-    summed = set(coupling.labels[coupling.summed].tolist())
+    summed = set(coupling.labels[: len(coupling.arrivals.summed)][coupling.arrivals.summed].tolist())
     found: list[tuple[int, Group]] = []
     grouped: set[str] = set()
     for shape, labels in alike.items():
-        layers = _makers(order, {axis for axis, _ in shape})
+        layers = makers(order, {axis for axis, _ in shape})
         if len(labels) < 2 or not layers or not any(roles[axis] == "reads" for axis, _ in shape):
             continue
-        kind = "residual" if labels[0] in summed else _kind(dict(shape), layers, roles, order)
+        kind = "residual" if labels[0] in summed else kind_of(dict(shape), layers, roles, order)
         slices = tuple(
             Slice(axis[0], axis[1], torch.tensor([held[label][axis] for label in labels]), roles[axis])
             for axis, _ in shape
         )
-        name = _name(layers, [axis for axis, _ in shape], kind)
+        name = name_of(layers, dict(shape), kind)
         found.append((order.index(layers[0]), Group(name, kind, len(labels), slices)))
         grouped |= {layer.name for layer in layers}
     for layer in coupling.sources:
         if layer.name not in grouped:
             coupling.left_out.setdefault(layer.name, MIXED if layer.width > 1 else "it has a single output")
-    return _distinct(found)
+    return distinct(found)
 
 
 def _roles(coupling: Coupling) -> dict[Axis, Role]:
@@ -59,11 +60,13 @@ def _roles(coupling: Coupling) -> dict[Axis, Role]:
     return roles | dict.fromkeys(coupling.raw, "makes")
 
 
-def _makers(order: list[Layer], axes: set[Axis]) -> list[Layer]:
+def makers(order: list[Layer], axes: set[Axis]) -> list[Layer]:
+    """The layers whose outputs the units are."""
     return [layer for layer in order if layer.sort == "dense" and layer.makes[0] in axes]
 
 
-def _kind(shape: dict[Axis, int], layers: list[Layer], roles: dict[Axis, Role], order: list[Layer]) -> Kind:
+def kind_of(shape: dict[Axis, int], layers: list[Layer], roles: dict[Axis, Role], order: list[Layer]) -> Kind:
+    """What units with so many positions on each axis are, if they are not those of a residual stream."""
     if any(layer.convolution for layer in layers):
         return "channels"
     between = {axis for layer in order if layer.sort != "dense" for axis in layer.makes}
@@ -73,7 +76,7 @@ def _kind(shape: dict[Axis, int], layers: list[Layer], roles: dict[Axis, Role], 
     return "heads" if several and read and not between & set(shape) else "hidden"
 
 
-def _name(layers: list[Layer], axes: list[Axis], kind: Kind) -> str:
+def name_of(layers: list[Layer], axes: Iterable[Axis], kind: Kind) -> str:
     """The layer that makes the units; for several layers, and for heads, the module that holds all of it."""
     if (len(layers) == 1 and kind != "heads") or kind == "residual":
         return layers[0].name
@@ -86,7 +89,7 @@ def _name(layers: list[Layer], axes: list[Axis], kind: Kind) -> str:
     return ".".join(shared) or layers[0].name
 
 
-def _distinct(found: list[tuple[int, Group]]) -> list[tuple[int, Group]]:
+def distinct(found: list[tuple[int, Group]]) -> list[tuple[int, Group]]:
     """Number the groups that would have the same name."""
     seen: Counter[str] = Counter()
     result = []

@@ -11,9 +11,10 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from shaver.structure.arrivals import Arrivals
 from shaver.structure.codes import code, decode
 from shaver.structure.layers import Axis, Layer
-from shaver.structure.probing import Change, Pass, Probing
+from shaver.structure.probing import Pass, everything
 
 OUTPUT = "it makes the model's output"
 RESIDUAL = "its outputs are added to those of other layers (a residual stream); residual=True includes these"
@@ -24,23 +25,21 @@ class Coupling:
     """The units of a model.
 
     Args:
-        probing: The model, entered.
+        arrivals: Of the model.
         residual: Whether channels that several layers add up to are units, too.
 
     Attributes:
         labels: For every node (position of a dimension) the number of its unit; −1 where it may not be removed.
-        summed: For every node, whether several layers add up there.
         left_out: Layer → why its outputs are not units.
         raw: Dimensions of tensors outside the known layers that belong to units.
     """
 
-    def __init__(self, probing: Probing, residual: bool) -> None:
-        self.probing = probing
+    def __init__(self, arrivals: Arrivals, residual: bool) -> None:
+        self.arrivals = arrivals
+        self.probing = probing = arrivals.probing
+        self.sources, self.reach = arrivals.sources, arrivals.reach
         self.left_out: dict[str, str] = {}
         self.raw: list[Axis] = []
-        self.sources = [layer for layer in probing.order if layer.sort == "dense"]
-        self.reach = {layer: probing.spread({layer: _all(layer.width)}) for layer in self.sources}
-        self.summed = self._sums()
         self.frozen = torch.zeros(probing.size, dtype=torch.bool)
         self._freeze(residual)
         live = [layer for layer in self.sources if layer.name not in self.left_out]
@@ -52,39 +51,12 @@ class Coupling:
             self._all_read(layer)
         self._raw_tensors(live)
 
-    def _sums(self) -> Tensor:
-        """Nodes that several layers reach, none of which can silence them alone: a sum, not a product."""
-        probing = self.probing
-        reached = torch.stack([seen.reached for seen in self.reach.values()]) if self.sources else torch.zeros(0, 0)
-        several = reached.sum(0) > 1
-        silenced = torch.zeros(probing.size, dtype=torch.bool)
-        for layer in self.sources:
-            here = self.reach[layer].reached
-            if not (here & several).any():
-                continue
-            mute = [Change(layer, _all(layer.width), "zero")]
-            # A norm or grouped convolution behind this layer alone would send its shift in the layer's place.
-            mute += [Change(axis, _all(size), "zero") for axis, size in self._behind(here & ~several)]
-            quiet = probing.run(mute, real=True, keep=True)
-            others = [Change(other, _all(other.width), "sway") for other in self.sources if other is not layer]
-            moved = probing.run([*mute, *others], reference=quiet, real=True).reached
-            silenced |= here & ~moved
-        return several & ~silenced
-
-    def _behind(self, nodes: Tensor) -> list[tuple[Axis, int]]:
-        axes = []
-        for layer in self.probing.order:
-            for axis in layer.makes if layer.sort != "dense" else ():
-                if nodes[self.probing.range_of(axis)].all():
-                    axes.append((axis, self.probing.nodes[axis][1]))
-        return axes
-
     def _freeze(self, residual: bool) -> None:
         """Leave out the layers that make the output or a sum, and every layer that arrives where these do."""
         for layer, seen in self.reach.items():
             if seen.output:
                 self._leave_out(layer, OUTPUT)
-            elif not residual and (seen.reached & self.summed).any():
+            elif not residual and (seen.reached & self.arrivals.summed).any():
                 self._leave_out(layer, RESIDUAL)
             elif not seen.reached.any():
                 self._leave_out(layer, "no layer reads what it makes")
@@ -164,14 +136,13 @@ class Coupling:
                 continue
             seen.add(id(tensor))
             dims = [dim for dim in range(tensor.ndim) if tensor.shape[dim] > 1]
-            reached = probing.spread({(name, dims[0]): _all(tensor.shape[dims[0]])}).reached & units
+            reached = probing.spread({(name, dims[0]): everything(tensor.shape[dims[0]])}).reached & units
             labels = torch.tensor(sorted(set(self.labels[reached].tolist()) - {-1}))
             if len(labels) > 1:
                 owners |= self._match(name, dims, labels)
         for axis, owner in owners.items():
             probing.add_nodes(axis)
             self.labels = torch.cat([self.labels, torch.where(torch.isin(owner, self.labels), owner, -1)])
-        self.summed = torch.cat([self.summed, torch.zeros(probing.size - len(self.summed), dtype=torch.bool)])
         self.raw = list(owners)
 
     def _match(self, name: str, dims: list[int], labels: Tensor) -> dict[Axis, Tensor]:
@@ -217,7 +188,3 @@ def _apart(layers: Iterable[Layer], reach: Mapping[Layer, Pass]) -> list[list[La
         else:
             sets.append(([layer], mine.clone()))
     return [members for members, _ in sets]
-
-
-def _all(size: int) -> Tensor:
-    return torch.ones(size, dtype=torch.bool)

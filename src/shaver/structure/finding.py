@@ -1,7 +1,7 @@
 """The groups of any model, found by watching where its channels go."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shaver.batches import Forward, forward_of, outputs_in
 from shaver.measure.evaluating import evaluating
 from shaver.naming import check_name
+from shaver.structure.arrivals import Arrivals
 from shaver.structure.assembling import assemble
 from shaver.structure.coupling import Coupling
 from shaver.structure.groups import Group, Groups, Kind
 from shaver.structure.heads import packed_heads
-from shaver.structure.layers import Axis
-from shaver.structure.probing import Change, Probing
+from shaver.structure.probing import Probing
+from shaver.structure.tracing import trace, traced_groups
 
 
 def find_groups(
@@ -26,6 +27,7 @@ def find_groups(
     residual: bool = False,
     seconds: float = 60.0,
     kinds: Collection[str] | None = None,
+    by: Literal["probing", "torch-pruning"] = "probing",
 ) -> Groups:
     """Which channels, hidden units and attention heads of a model must go together.
 
@@ -47,6 +49,9 @@ def find_groups(
             LayerNorm takes its mean over them.
         seconds: A ``TimeoutError`` says where the search stopped after so long.
         kinds: Only these of ``"channels"``, ``"hidden"``, ``"heads"`` and ``"residual"``.
+        by: ``"probing"`` spoils the outputs of each layer and watches where they arrive, which holds for any code.
+            ``"torch-pruning"`` asks that package's dependency graph and keeps what the probes confirm: convolutional
+            networks, and linear layers that are not attention.
 
     Returns:
         The groups in the order in which the model calls its layers, and ``left_out``: layers that are in none, and
@@ -58,50 +63,30 @@ def find_groups(
         TimeoutError: After ``seconds``.
     """
     wanted = {check_name("kind of group", kind, get_args(Kind)) for kind in kinds} if kinds is not None else None
+    check_name("way to find groups", by, ("probing", "torch-pruning"))
     run = forward or _forward
     with evaluating(model):
         batch = _short(model, run, example)
+        traced = trace(model, lambda given: run(model, given), batch, seconds) if by == "torch-pruning" else None
         with Probing(model, lambda given: run(model, given), batch, seconds) as probing:
-            coupling = Coupling(probing, residual)
-            found = _alone(probing, coupling, assemble(coupling), batch)
+            arrivals = Arrivals(probing)
+            if traced is not None:
+                found, left_out = traced_groups(arrivals, traced, residual)
+            else:
+                coupling = Coupling(arrivals, residual)
+                found, left_out = assemble(coupling), coupling.left_out
+            silent = arrivals.silent([group for _, group in found], _moved(batch))
+    for (_, group), fine in zip(found, silent, strict=True):
+        if not fine:
+            left_out[group.name] = "something else arrives where its units are read"
     places = {layer.name: place for place, layer in enumerate(probing.order)}
-    found += [(places[name], group) for name, group in packed_heads(model).items() if name in places]
-    kept = {
-        group.name: group
-        for _, group in sorted(found, key=lambda pair: pair[0])
-        if wanted is None or group.kind in wanted
-    }
+    placed = [pair for pair, fine in zip(found, silent, strict=True) if fine]
+    placed += [(places[name], group) for name, group in packed_heads(model).items() if name in places]
+    groups = [group for _, group in sorted(placed, key=lambda pair: pair[0])]
+    kept = {group.name: group for group in groups if wanted is None or group.kind in wanted}
     if not kept:
-        raise ValueError(_nothing(model, coupling.left_out, wanted, [group for _, group in found]))
-    return Groups(kept, left_out=coupling.left_out)
-
-
-def _alone(probing: Probing, coupling: Coupling, found: list[tuple[int, Group]], batch: Any) -> list[tuple[int, Group]]:
-    """The groups whose units are silent when they are zero, whatever the inputs and all other layers do."""
-    makes: dict[Axis, Tensor] = {}
-    for _, group in found:
-        for piece in group.slices:
-            if piece.role == "makes":
-                axis = (piece.tensor, piece.dim)
-                mask = makes.setdefault(axis, torch.zeros(probing.nodes[axis][1], dtype=torch.bool))
-                mask[piece.index.flatten()] = True
-    # The tensors of layers that answer from memory are silenced at the layer's output.
-    silent = {layer: makes[layer.makes[0]] for layer in coupling.sources if layer.makes[0] in makes}
-    at_layers = {axis for layer in coupling.sources for axis in layer.makes}
-    mute = [Change(layer, mask, "zero") for layer, mask in silent.items()]
-    mute += [Change(axis, mask, "zero") for axis, mask in makes.items() if axis not in at_layers]
-    others = [Change(layer, torch.ones(layer.width, dtype=torch.bool), "sway")
-              for layer in coupling.sources if layer not in silent]  # fmt: skip
-    quiet = probing.run(mute, real=True, keep=True)
-    moved = probing.run([*mute, *others], reference=quiet, batch=_moved(batch), real=True).reached
-    kept = []
-    for place, group in found:
-        reads = [piece for piece in group.slices if piece.role == "reads"]
-        if any(moved[probing.range_of((piece.tensor, piece.dim))][piece.index].any() for piece in reads):
-            coupling.left_out[group.name] = "something else arrives where its units are read"
-        else:
-            kept.append((place, group))
-    return kept
+        raise ValueError(_nothing(model, left_out, wanted, groups))
+    return Groups(kept, left_out=left_out)
 
 
 def _forward(model: nn.Module, batch: Any) -> Tensor:

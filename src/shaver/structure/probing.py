@@ -292,3 +292,8 @@ def _copy(answer: Any) -> Any:
 def _arrivals(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     return tensors[: 3 if isinstance(layer.module, nn.MultiheadAttention) else 1]
+
+
+def everything(size: int) -> Tensor:
+    """A mask of all positions."""
+    return torch.ones(size, dtype=torch.bool)
