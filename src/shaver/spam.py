@@ -384,6 +384,7 @@ class SpaM:
         self.theta = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         added = {name: p for name, p in self.theta.items() if name not in self.prior.names}
         self.prior = self.prior.select(kept, added, self.settings.initial_precision)
+        self._made_of = []  # δ by parameter is made anew
         if self._watcher is not None:
             self._watcher.select(kept)
         if self._curvature is not None:

@@ -196,8 +196,35 @@ def test_a_layer_norm_over_removed_channels_is_not_exact_and_says_so():
     assert loose.model[1].normalized_shape == (5,)
 
 
+class Twice(nn.Module):
+    """Two layers that are one: the same weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        return self.a(hidden) + self.b(hidden.square())
+
+
+def test_a_tied_weight_is_sliced_once_and_stays_tied():
+    model = shaken(Twice())
+    one = torch.arange(8).unsqueeze(1)
+    slices = [Slice(f"first.{n}", 0, one, "makes") for n in ("weight", "bias")] + [Slice("a.weight", 1, one, "reads")]
+    groups = Groups({"first": Group("first", "hidden", 8, tuple(slices))})
+    found = remove_units(model, groups, {"first": torch.arange(8) > 2}, numbers(4, 5))
+    small = found.model
+    assert small.a.weight is small.b.weight
+    assert (small.a.in_features, small.b.in_features) == (5, 5)
+    assert set(found.plan.kept) == {"first.weight", "first.bias", "a.weight", "b.weight"}
+
+
 def test_what_cannot_be_asked_for():
     model, groups, example = case("fcn")
+    with pytest.raises(ValueError, match="FCN does not run on the example: expected samples of 784 numbers"):
+        remove_units(model, groups, draw(groups, 1), example[:, :7])
     name, group = next(iter(groups.items()))
     with pytest.raises(ValueError, match=f"kept\\['{name}'\\] keeps none of {group.units} units"):
         remove_units(model, groups, {name: torch.zeros(group.units, dtype=torch.bool)}, example)

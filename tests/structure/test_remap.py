@@ -198,6 +198,7 @@ def test_an_added_bias_is_trained_and_has_a_prior():
         bias = model[2].bias
         assert optimizer.param_groups[1]["params"] == [model[2].weight, bias]
         before = bias.detach().clone()
+        assert bias in spam.delta_by_parameter()
         train(model, optimizer, [(x, y)] * 3, spam)
         assert not torch.equal(bias, before)
         assert spam.prior.delta_of("2.bias").expand(3).shape == (3,)

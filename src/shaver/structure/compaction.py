@@ -142,7 +142,7 @@ class _Check:
 
     def passed(self) -> Compacted:
         """The small network, or an error that says where it differs."""
-        reason = ""
+        self.run_whole()
         try:
             small = self.attempt(self.kept, self.dtype)
             limit = self.limit(self.dtype)
@@ -153,6 +153,19 @@ class _Check:
             reason = _first_line(error)
         name = type(self.model).__name__
         raise CompactionError(f"{name} cannot be made smaller like this: {reason}.{self.blame()}") from None
+
+    def run_whole(self) -> None:
+        """The network as it is takes the example, else it is the example's fault.
+
+        Raises:
+            ValueError: It does not.
+        """
+        try:
+            with undisturbed(self.model), torch.no_grad():
+                self.forward(self.model, self.example)
+        except Exception as error:  # whatever the user's network raises
+            name = type(self.model).__name__
+            raise ValueError(f"{name} does not run on the example: {_first_line(error)}.") from error
 
     def limit(self, dtype: torch.dtype) -> float:
         """The largest difference allowed."""
