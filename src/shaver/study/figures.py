@@ -197,10 +197,9 @@ def training(plt: Any, experiment: Experiment, histories: Sequence[History]) -> 
         for i, (one, own) in enumerate(by_training.items()):
             curve = History.mean(own, key)
             if curve:
+                name = training_label(one, list(by_training))
                 style = {"color": CYCLE[i % len(CYCLE)], "linestyle": _DASHES.get(one.method, "solid")}
-                axis.plot(
-                    *zip(*curve, strict=True), label=training_label(one, list(by_training)), linewidth=1.8, **style
-                )
+                axis.plot(*zip(*curve, strict=True), label=name, linewidth=1.8, **style)
         axis.set_title(QUANTITIES[key])
         axis.set_xlabel("epoch")
     figure = plt.gcf()

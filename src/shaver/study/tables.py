@@ -18,7 +18,8 @@ from shaver.study.sweep import Row
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "–": "--", "−": "$-$", "µ": r"$\mu$",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "–": "--",
+    "−": "$-$", "µ": r"$\mu$",
 }  # fmt: skip
 
 

@@ -38,14 +38,13 @@ def training_times(experiments: Sequence[Experiment]) -> Times:
 
 def scoring_times(experiments: Sequence[Experiment]) -> Times:
     """Each criterion in each experiment; with many, relative to the fastest of the experiment."""
-    found = {e.title: {c: s for c in e.criteria if (s := scoring_seconds(e, c))} for e in experiments}
-    if sum(map(len, found.values())) <= _MOST:
-        bars = [(f"{title}, {_name(c)}", s, c) for title, times in found.items() for c, s in times.items()]
+    found = [(e, {c: s for c in e.criteria if (s := scoring_seconds(e, c))}) for e in experiments]
+    if sum(len(times) for _, times in found) <= _MOST:
+        bars = [(f"{e.title}, {_name(c)}", s, c) for e, times in found for c, s in times.items()]
         return Times("Scoring a network once", bars, duration)
-    criteria = in_order(c for times in found.values() for c in times)
+    criteria = in_order(c for _, times in found for c in times)
     ratios = {
-        c: [times[c].mean / min(t.mean for t in times.values()) for times in found.values() if c in times]
-        for c in criteria
+        c: [times[c].mean / min(t.mean for t in times.values()) for _, times in found if c in times] for c in criteria
     }
     means = [(_name(c), Estimate.of(values), c) for c, values in ratios.items()]
     return Times("Scoring a network, relative to the fastest criterion, mean over experiments", means, "{:.3g}".format)

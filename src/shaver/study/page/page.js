@@ -280,7 +280,7 @@ function explorer() {
     prior: {}, curvature: {}, stage: data.stages,
   };
   const dimensions = ["method", "criterion", "prior", "curvature", "stage"];
-  let experiment;
+  let experiment, asked = null; // asked: the colour's meaning, once a reader has chosen it
   const value = (curve, dimension) => curve[dimension];
 
   function begin() {
@@ -308,7 +308,6 @@ function explorer() {
     const visible = experiment.curves.filter((c) => c.y[chosen.key] && dimensions.every((d) => value(c, d) === "" || state[d].has(value(c, d))));
     // Colour says what there is a choice of: criteria first, else priors, curvatures, stages, methods.
     const varied = ["criterion", "prior", "curvature", "stage", "method"].filter((d) => unique(visible.map((c) => value(c, d)).filter((v) => v !== "")).length > 1);
-    const asked = byId("curves-colour").value;
     const by = varied.includes(asked) ? asked : varied[0] || "criterion";
     const others = unique(experiment.curves.map((c) => value(c, by)));
     const slot = (c) => by === "criterion" ? data.criteria[c.criterion].slot : value(c, by) === "" ? 7 : [0, 2, 5, 4, 3, 1, 6, 8][others.filter((v) => v !== "").indexOf(value(c, by)) % 8];
@@ -342,7 +341,7 @@ function explorer() {
   }
 
   choices(byId("curves-experiment"), titles, begin);
-  byId("curves-colour").addEventListener("change", draw);
+  byId("curves-colour").addEventListener("change", (event) => { asked = event.target.value; draw(); });
   begin();
 }
 

@@ -96,8 +96,9 @@ def bars(rows: Sequence[tuple[str, Estimate, int]], show: Callable[[float], str]
     for label, found, slot in rows:
         error = "" if found.error is None else f" ± {show(found.error)}"
         out.append(
-            f'<dt>{escape(label)}</dt><dd><i style="width:{68 * found.mean / longest:.2f}%;background:var(--k{slot})">'
-            f"</i>{escape(show(found.mean) + error)}</dd>"
+            f'<dt>{escape(label)}</dt><dd><i style="width:calc((100% - 9.5rem) * '
+            f'{found.mean / longest:.4f});background:var(--k{slot})"></i>'
+            f"{escape(show(found.mean) + error)}</dd>"
         )
     return f'<dl class="bars">{"".join(out)}</dl>'
 
