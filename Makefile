@@ -39,5 +39,9 @@ format: $(VENV)/.dev      ## put the source into the house style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: $(VENV)/.dev        ## build the documentation into docs/_build/html; a warning is an error
+	@OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
+
 clean:           ## remove the environment and caches
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache docs/_build

@@ -1,0 +1,80 @@
+"""How Sphinx builds these pages: ``make docs`` writes them to ``docs/_build`` and accepts no warning."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+import shaver
+
+project = "shaver"
+author = "the shaver contributors"
+copyright = "the shaver contributors, MIT licence"
+version = release = shaver.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "mathml",  # ours: equations that need no network
+]
+source_suffix = {".md": "markdown"}
+# README.md is the list of pages for readers of the repository; its place here is taken by index.md.
+exclude_patterns = ["_build", "README.md"]
+
+html_theme = "furo"
+html_title = f"shaver {release}"
+html_static_path = ["_static"]
+html_css_files = ["shaver.css"]
+html_math_renderer = "mathml"
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+pygments_style = "friendly"
+pygments_dark_style = "native"
+
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+myst_dmath_double_inline = True
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]  # slow to import, and not ours to document
+napoleon_use_ivar = True  # a class's attributes as a list in its own text, not as entries of their own
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+
+
+def _resolve_face(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """``shaver.SpaM`` is documented in its room, as ``shaver.spam.SpaM``; references may use either name."""
+    if node.get("refdomain") != "py":
+        return None
+    top, _, rest = node["reftarget"].removeprefix("shaver.").partition(".")
+    if top not in shaver._NAMES:
+        return None
+    target = ".".join(filter(None, (shaver._NAMES[top], top, rest)))
+    python = env.get_domain("py")
+    return python.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], target, node, contnode)
+
+
+def _plain_bars(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    r"""|θ| in a docstring is an absolute value and not a substitution, unless it stands in code."""
+    for i, line in enumerate(lines):
+        if "|" in line and not line.lstrip().startswith((">>>", "...", "|", "+")):
+            parts = line.split("``")
+            parts[::2] = [part.replace("\\|", "|").replace("|", "\\|") for part in parts[::2]]
+            lines[i] = "``".join(parts)
+
+
+def setup(app: Any) -> None:
+    """Two small handlers of our own."""
+    app.connect("missing-reference", _resolve_face)
+    app.connect("autodoc-process-docstring", _plain_bars)

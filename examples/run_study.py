@@ -1,0 +1,28 @@
+"""One experiment of the paper, made small: MAP beside SpaM on the breast cancer data, and its table as a data frame."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from shaver.study import get_recipe, load_runs, run_study
+from shaver.study.engines import LocalEngine
+
+options = argparse.ArgumentParser(description=__doc__)
+options.add_argument("--epochs", type=int, default=50)
+options.add_argument("--seeds", type=int, default=2)
+options.add_argument("--out", type=Path, default=Path("runs/fcn-cancer-short"))
+given = options.parse_args()
+
+if __name__ == "__main__":  # cells run as processes of their own
+    recipe = get_recipe("fcn-cancer", "cpu").override(
+        epochs=given.epochs, seeds=given.seeds, criteria=("opd", "magnitude"), sparsities=(0.8, 0.9, 0.95, 0.98)
+    )
+    print(recipe)
+    outcome = run_study(recipe, given.out, engine=LocalEngine(), console=Console())
+    for cell, error in outcome.failed.items():
+        print(f"{cell} failed: {error}")
+
+    frame = load_runs(outcome.folder)
+    table = frame.pivot_table(index=["method", "criterion"], columns="sparsity", values="accuracy", aggfunc="mean")
+    print(table.round(4).to_string())
