@@ -63,7 +63,9 @@ class Progress:
     def _say(self, cell: Cell, status: dict[str, Any]) -> None:
         place = sum(s.get("state") in ("done", "failed") for s in self._status.values())
         if status["state"] == "failed":
-            self._console.print(f"[red]failed[/] {cell.label}: {status['error']}", highlight=False, soft_wrap=True)
+            self._console.print(
+                f"[red]failed[/] {cell.label}: {first_line(status['error'])}", highlight=False, soft_wrap=True
+            )
         elif self._live is None:
             self._console.print(
                 f"{place}/{len(self._cells)} {cell.label}, {_duration(status.get('seconds', 0))}", highlight=False
@@ -81,7 +83,7 @@ class Progress:
             status = self._status[cell.key]
             total = status.get("of") or 0
             bar = ProgressBar(total, status.get("done", 0), width=20) if total else ""
-            note = status.get("note") or status.get("error", "")
+            note = status.get("note") or first_line(status.get("error", ""))
             mark = _MARKS.get(status["state"], status["state"])
             table.add_row(cell.label, mark, bar, note, _duration(status.get("seconds", 0)))
         return table
@@ -91,6 +93,12 @@ class Progress:
         over = states["done"] + states["failed"]
         failed = f", {states['failed']} failed" if states["failed"] else ""
         return f"{over} of {len(self._cells)} cells over{failed}, {_duration(time.monotonic() - self._began)}"
+
+
+def first_line(text: str) -> str:
+    """The first line, and a sign that there are more."""
+    line, _, rest = text.partition("\n")
+    return line + (" …" if rest else "")
 
 
 def _duration(seconds: float) -> str:

@@ -29,9 +29,12 @@ def run_recipe(options: RunOptions, console: Console) -> None:
         f"`shaver report {folder}` shows them."
     )
     if outcome.failed:
-        listed = "\n".join(f"  {label}: {error}" for label, error in outcome.failed.items())
+        by_error: dict[str, list[str]] = {}
+        for label, error in outcome.failed.items():
+            by_error.setdefault(error, []).append(label)
+        listed = "\n".join(f"{'; '.join(labels)}:\n  {error}" for error, labels in by_error.items())
         raise RuntimeError(
-            f"{len(outcome.failed)} cells failed; error.txt in their folders has the tracebacks.\n{listed}"
+            f"{len(outcome.failed)} cells failed (tracebacks are in {folder}/cells/*/error.txt).\n{listed}"
         )
 
 

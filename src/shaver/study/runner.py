@@ -4,6 +4,7 @@ Everything that matters is in files, so the runner can be killed at any moment a
 found by their contents (also those of other recipes in the same parent folder) and the rest goes on.
 """
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from shaver.study.live import Progress
 from shaver.study.provenance import code_version, machine, versions
 from shaver.study.recipe import Recipe
 from shaver.study.results import STUDY, collect, read_status, read_study
+from shaver.study.store import is_trained, link
 
 CELLS, NETWORKS = "cells", "networks"
 _SECONDS = 0.2
@@ -99,6 +101,7 @@ class _Run:
 
     def __init__(self, folder: Path, cells: list[Cell], engine: Engine, any_code: bool, progress: Progress) -> None:
         self.folder, self.engine, self.any_code, self.progress = folder, engine, any_code, progress
+        self.store = folder.parent / NETWORKS
         self.waiting: list[Cell] = []
         self.running: dict[str, tuple[Cell, Running]] = {}
         self.outcome = Outcome(folder)
@@ -125,14 +128,23 @@ class _Run:
                 raise
             finally:
                 self.outcome.rows = collect(self.folder)
+                self.note_seconds()
         return self.outcome
 
     def start(self) -> None:
-        while self.waiting and len(self.running) < self.engine.slots:
-            cell = self.waiting.pop(0)
+        while len(self.running) < self.engine.slots and (cell := self.next()) is not None:
+            self.waiting.remove(cell)
             place = self.place(cell)
             write_json(place / STATUS, {"state": "waiting"})
-            self.running[cell.key] = (cell, self.engine.start(place, self.folder.parent / NETWORKS, self.any_code))
+            self.running[cell.key] = (cell, self.engine.start(place, self.store, self.any_code))
+
+    def next(self) -> Cell | None:
+        """The first cell that would not sit idle until a running one has trained the network of both."""
+        training = {cell.training.key for cell, _ in self.running.values()}
+        ready = (
+            cell for cell in self.waiting if cell.training.key not in training or is_trained(self.store, cell.training)
+        )
+        return next(ready, None)
 
     def watch(self) -> None:
         for key, (cell, process) in list(self.running.items()):
@@ -158,6 +170,12 @@ class _Run:
             self.outcome.failed[cell.label] = status["error"]
         self.progress.set(cell, status)
         self.outcome.rows = collect(self.folder)
+
+    def note_seconds(self) -> None:
+        """Put the time that the cells took together into ``study.json``."""
+        study = read_study(self.folder)
+        seconds = [read_status(self.folder / CELLS / key).get("seconds", 0.0) for key in study["cells"]]
+        write_json(self.folder / STUDY, {**study, "seconds": round(sum(seconds), 1)})
 
     def stop(self) -> None:
         for cell, process in self.running.values():
@@ -187,8 +205,6 @@ def _prepare(cell: Cell, folder: Path, any_code: bool) -> None:
         return
     for other in sorted(folder.absolute().parent.glob(f"*/{CELLS}/{cell.key}")):
         if other != place.absolute() and is_done(other, cell, any_code):
-            from shaver.study.store import link
-
             names = [path.name for path in other.iterdir() if path.name not in (CONFIG, STATUS) and path.is_file()]
             for name in names:
                 link(other / name, place / name)
@@ -202,7 +218,8 @@ def _description(recipe: Recipe, cells: list[Cell]) -> dict[str, Any]:
         "note": recipe.note,
         "cells": [cell.key for cell in cells],
         "labels": {cell.key: cell.label for cell in cells},
-        "command": sys.argv,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "seeds": list(range(recipe.first_seed, recipe.first_seed + recipe.seeds)),
         "code": {stage.name: code_version(stage.name) for stage in recipe.stages},
         "versions": versions(),
         "machine": machine(),

@@ -122,6 +122,11 @@ def link(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
+def is_trained(store: Path, training: Training) -> bool:
+    """Whether a network is in the store, by whatever code."""
+    return (store / training.key / _DONE).is_file()
+
+
 def _facts(folder: Path) -> dict[str, Any] | None:
     """What is known about a finished network; ``None`` if it is not finished, or damaged."""
     if not all((folder / name).is_file() for name in (_DONE, *FILES)):
