@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shaver.batches import Forward, forward_of, outputs_in
+from shaver.batches import Forward, outputs_in
 from shaver.measure.evaluating import evaluating
+from shaver.measure.example import call
 from shaver.naming import check_name
 from shaver.structure.arrivals import Arrivals
 from shaver.structure.assembling import assemble
@@ -43,7 +44,7 @@ def find_groups(
 
     Args:
         model: Left as it was: mode, tensors and random state.
-        example: A batch: inputs, a tuple (inputs, targets), or a dict with keyword arguments.
+        example: Inputs: a tensor, a tuple of positional or a dict of keyword arguments.
         forward: ``forward(model, batch)`` for a batch of another kind, or outputs that are not a tensor.
         residual: Also the channels of residual streams, where they can be removed exactly. They cannot where a
             LayerNorm takes its mean over them.
@@ -90,7 +91,7 @@ def find_groups(
 
 
 def _forward(model: nn.Module, batch: Any) -> Tensor:
-    return outputs_in(model(batch)) if isinstance(batch, Tensor) else forward_of(model, batch)
+    return outputs_in(call(model, batch))
 
 
 def _short(model: nn.Module, run: Forward, example: Any) -> Any:
@@ -113,8 +114,8 @@ def _short(model: nn.Module, run: Forward, example: Any) -> Any:
         run(model, batch)
     except Exception as error:
         raise RuntimeError(
-            f"the example does not run through {type(model).__name__}: {error} An example is a batch: the inputs, a "
-            "tuple (inputs, targets) or a dict of keyword arguments; forward=lambda model, batch: … covers others."
+            f"the example does not run through {type(model).__name__}: {error} An example is a tensor, a tuple "
+            "of positional or a dict of keyword arguments; forward=lambda model, batch: … covers others."
         ) from error
     return batch
 
