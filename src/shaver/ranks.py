@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shaver.shards import mesh_group
+
 #: Tensors smaller than this many numbers travel together, in one message.
 SMALL = 2**18
 #: Numbers in one such message at most.
@@ -80,7 +82,10 @@ ALONE = Ranks()
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
-    """The network inside ``DistributedDataParallel``, and the ranks that train it; a plain network is alone."""
+    """The network inside ``DistributedDataParallel`` and the ranks that train it, also if they share its parameters.
+
+    A plain network is alone.
+    """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner = model.module
         assert isinstance(inner, nn.Module)
@@ -90,7 +95,8 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
             "torch.nn.DataParallel runs copies of the network that cannot be watched; use DistributedDataParallel "
             "under torchrun, or the plain network."
         )
-    return model, ALONE
+    group = mesh_group(model)
+    return model, ALONE if group is None else Ranks(group)
 
 
 class _Message:

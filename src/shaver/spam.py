@@ -24,6 +24,7 @@ from shaver.naming import check_name
 from shaver.priors import LOG_BOUNDS, Grouping, make_prior
 from shaver.ranks import Ranks, unwrapped
 from shaver.selection import Selection
+from shaver.shards import check_settings, is_sharded, joined, local, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, take_step, unscale
 
 
@@ -161,7 +162,10 @@ class SpaM:
         self.settings, self.total_steps, self.seed = settings, total_steps, seed
         self.likelihood = get_likelihood(likelihood)
         self.theta = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.prior = make_prior(prior, self.theta, init=settings.initial_precision, bounds=settings.bounds)
+        self._sharded = any(is_sharded(p) for p in self.theta.values())
+        if self._sharded:
+            check_settings(prior, settings)
+        self.prior = make_prior(prior, self._rows(), init=settings.initial_precision, bounds=settings.bounds)
         self.steps = self.epochs = self.updates = 0
         self._outputs = 1
         self._attached: dict[int, Attachment] = {}
@@ -301,15 +305,19 @@ class SpaM:
         temperature = self.settings.temperature
         before = self.prior.snapshot()
         with torch.enable_grad():
-            posterior = improve(self.prior, curvature, self.theta, method=self.settings.method, temperature=temperature)
+            posterior = improve(
+                self.prior, curvature, self._rows(), method=self.settings.method, temperature=temperature
+            )
         if isinstance(self.likelihood, Regression) and math.isfinite(curvature.log_likelihood):
             self._improve_noise(curvature, posterior)
-        self.ranks.copy_([factor.values for factor in self.prior.factors])  # one decision, the first rank's
+        if not self._sharded:  # one decision, the first rank's; sharded, each has its own rows to decide on
+            self.ranks.copy_([factor.values for factor in self.prior.factors])
         if self.settings.shrink and self.updates:
             for name, h in curvature.diagonal().items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
                 factor = shrink_factor(h / temperature, old, new, self.settings.shrink)
-                self.theta[name].mul_(factor.to(self.theta[name].dtype))
+                weights = local(self.theta[name])
+                weights.mul_(factor.to(weights.dtype))
         self._curvature = curvature
         self.updates += 1
 
@@ -319,7 +327,7 @@ class SpaM:
         improve_noise(
             self.likelihood,
             curvature,
-            posterior.effective_parameters,
+            *self._whole(posterior.effective_parameters),
             outputs=self._outputs,
             temperature=self.settings.temperature,
         )
@@ -330,8 +338,8 @@ class SpaM:
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior at the present weights: the newest H there is, and δ."""
-        return Posterior(self.curvature, self.prior, self.theta, self.settings.temperature)
+        """The posterior at the present weights: the newest H there is, and δ. Of this rank's rows, if sharded."""
+        return Posterior(self.curvature, self.prior, self._rows(), self.settings.temperature)
 
     @property
     def curvature(self) -> Curvature:
@@ -346,7 +354,10 @@ class SpaM:
         return self._curvature
 
     def statistics(self) -> dict[str, float]:
-        """Log evidence, effective number of parameters, share of weights with S > 1, mean log δ; empty before H."""
+        """Log evidence, effective number of parameters, share of weights with S > 1, mean log δ; empty before H.
+
+        With sharded parameters all ranks have to ask.
+        """
         if self._watcher is not None and not self._watcher.looks:
             return {}
         if self._watcher is None and self._curvature is None:
@@ -354,13 +365,25 @@ class SpaM:
         posterior = self.posterior
         logs = [factor.values.double().log().sum() for factor in self.prior.factors]
         numbers = sum(factor.values.numel() for factor in self.prior.factors)
+        weights = sum(p.numel() for p in posterior.theta.values())
+        likelihood = posterior.curvature.log_likelihood / self.settings.temperature
+        known = math.isfinite(likelihood)
+        sums = (
+            posterior.effective_parameters,
+            posterior.relevance() * weights,
+            weights,
+            float(torch.stack(logs).sum()),
+            numbers,
+            posterior.log_evidence - likelihood if known else 0.0,
+        )
+        effective, relevant, count, log_delta, behind, occam = self._whole(*sums)
         found = {
-            "effective_parameters": posterior.effective_parameters,
-            "relevant": posterior.relevance(),
-            "mean_log_delta": float(torch.stack(logs).sum()) / numbers,
+            "effective_parameters": effective,
+            "relevant": relevant / count,
+            "mean_log_delta": log_delta / behind,
         }
-        if math.isfinite(posterior.curvature.log_likelihood):
-            found["log_evidence"] = posterior.log_evidence
+        if known:
+            found["log_evidence"] = likelihood + occam
         if isinstance(self.likelihood, Regression):
             found["noise"] = self.likelihood.noise
         return found
@@ -372,6 +395,14 @@ class SpaM:
         self._attached.clear()
         if self._watcher is not None:
             self._watcher.close()
+
+    def _whole(self, *sums: float) -> list[float]:
+        """Sums over this rank's rows, as sums over all weights."""
+        return self.ranks.total(*sums) if self._sharded else list(sums)
+
+    def _rows(self) -> dict[str, Tensor]:
+        """The weights, or this rank's rows of them."""
+        return {name: local(p) for name, p in self.theta.items()}
 
     def select(self, kept: Selection) -> None:
         """The model's tensors have been sliced in place: each weight that stayed keeps its δ and its curvature.
@@ -391,11 +422,18 @@ class SpaM:
             self._curvature = self._curvature.select(kept, added)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as nested dicts of tensors and numbers."""
+        """Everything a resumed run needs, as nested dicts of tensors and numbers.
+
+        Of sharded parameters the tensors are ``DTensor``s, which
+        :func:`shaver.integrations.distributed.full_state_dict` makes whole.
+        """
+        prior = self.prior.state_dict()
+        if self._sharded:
+            prior["values"] = {f.key: joined(f.values, self.theta[f.key]) for f in self.prior.factors}
         return {
-            "prior": self.prior.state_dict(),
+            "prior": prior,
             "watcher": None if self._watcher is None else self._watcher.state_dict(),
-            "curvature": None if self._curvature is None else self._curvature.state_dict(),
+            "curvature": None if self._curvature is None or self._sharded else self._curvature.state_dict(),
             "likelihood": self.likelihood.state(),
             "steps": self.steps,
             "epochs": self.epochs,
@@ -405,7 +443,8 @@ class SpaM:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take :meth:`state_dict` back."""
-        self.prior.load_state_dict(state["prior"])
+        values = {key: rows_of(value, self.theta.get(key, value)) for key, value in state["prior"]["values"].items()}
+        self.prior.load_state_dict(state["prior"] | {"values": values})
         if (self._watcher is None) != (state["watcher"] is None):
             raise ValueError("the saved SpaM learned online and this one by epochs, or the other way round.")
         if self._watcher is not None:

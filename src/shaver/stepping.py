@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shaver.shards import local
+
 #: A weight that the proximal step makes smaller than this share becomes zero: subnormal numbers slow a CPU down.
 NEGLIGIBLE = 1e-4
 
@@ -30,6 +32,7 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
             continue
         precisions = [delta[p] for p in weights]
         steps = [effective_step(optimizer, group, p) for p in weights]
+        steps = [local(step) if isinstance(step, Tensor) else step for step in steps]
         if any(isinstance(step, Tensor) for step in steps):
             factors = [d * (step * strength) for d, step in zip(precisions, steps, strict=True)]
         else:  # one step size for the whole group
@@ -38,7 +41,7 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
         torch._foreach_reciprocal_(factors)
         for factor in factors:
             F.threshold(factor, NEGLIGIBLE, 0.0, inplace=True)
-        torch._foreach_mul_(weights, factors)
+        torch._foreach_mul_([local(p) for p in weights], factors)
 
 
 def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | Tensor:
@@ -76,7 +79,8 @@ def add_prior_gradient(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], str
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p in delta and p.grad is not None:
-                p.grad.add_((delta[p] * p).to(p.grad.dtype), alpha=strength)
+                gradient = local(p.grad)
+                gradient.add_((delta[p] * local(p)).to(gradient.dtype), alpha=strength)
 
 
 def unscale(optimizer: Optimizer, scaler: Any) -> None:

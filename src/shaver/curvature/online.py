@@ -7,6 +7,7 @@ Monte-Carlo Fisher (MC) adds one backward pass, without weight gradients, on tho
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_name
 from shaver.ranks import ALONE, Ranks
 from shaver.selection import Selection, take
+from shaver.shards import is_sharded, joined, rows_of, scattered, whole_copy, zeros_for
 
 
 class OnlineCurvature:
@@ -106,7 +108,8 @@ class OnlineCurvature:
         self._sums: dict[str, Tensor] = {}
         self._count = self._weighed = 0  # samples seen in this step, and those whose weight in the loss is known
         self._weight = self._nll = 0.0
-        self._look = Look(source, self.likelihood, self._reads, self.generator, self._add)
+        self._sharded = any(is_sharded(p) for p in self.wanted.values())
+        self._look = Look(source, self.likelihood, self._reads, self.generator, self._add, self._sharded)
         self._passes: list[Pass] = []
         self._running: Pass | None = None
         self._busy = False
@@ -124,7 +127,8 @@ class OnlineCurvature:
         self._after_hook = after
         self._during = ExitStack()  # what holds while the model runs
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            # first of all, or, if sharded, once the hook that brings the weights together has run
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=not self._sharded),
             model.register_forward_hook(always, always_call=True),
             model.register_forward_hook(after, with_kwargs=True),
         ]
@@ -233,7 +237,7 @@ class OnlineCurvature:
     def state_dict(self) -> dict[str, object]:
         """Tensors and numbers that a resumed run needs."""
         return {
-            "average": dict(self.average),
+            "average": {name: joined(value, self.wanted[name]) for name, value in self.average.items()},
             "average_nll": self.average_nll,
             "looks": self.looks,
             "steps": self.steps,
@@ -244,7 +248,8 @@ class OnlineCurvature:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take :meth:`state_dict` back."""
-        self.average = {name: value.to(self.wanted[name].device, copy=True) for name, value in state["average"].items()}
+        rows = {name: rows_of(value, self.wanted[name]) for name, value in state["average"].items()}
+        self.average = {name: value.to(self.wanted[name].device, copy=True) for name, value in rows.items()}
         self.average_nll, self.looks, self.steps = state["average_nll"], state["looks"], state["steps"]
         self.weight, self.rules = state["weight"], dict(state["rules"])
         self.generator.set_state(state["generator"])
@@ -281,8 +286,11 @@ class OnlineCurvature:
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._busy = True
         try:
-            with undisturbed(self.model):
-                self.plan = make_plan(self.model, self._call, (args, kwargs), self.wanted)
+            if self._sharded:
+                self.plan = self._plan_of_copy((args, kwargs))
+            else:
+                with undisturbed(self.model):
+                    self.plan = make_plan(self.model, self._call, (args, kwargs), self.wanted)
         finally:
             self._busy = False
         self.rules = self.plan.labels()
@@ -292,6 +300,21 @@ class OnlineCurvature:
         self._layer_handles = watch(self.plan.modules, copies, self._keep, self._samples, self.plan.spread)
         self._handles.pop().remove()  # the model may be a layer itself: what ends its pass comes last
         self._handles.append(self.model.register_forward_hook(self._after_hook, with_kwargs=True))
+
+    def _plan_of_copy(self, batch: Any) -> Plan:
+        """A sharded model has its weights only while it runs: the plan is made with a copy that has them all."""
+        copy = whole_copy(self.model)
+        wanted = {name: p for name, p in copy.named_parameters() if p.requires_grad}
+        with undisturbed(copy):
+            plan = make_plan(copy, self._call, batch, wanted)
+        if alone := [*plan.generic, *plan.linears]:
+            raise NotImplementedError(
+                f"{alone[0]!r} is used outside a layer that has a rule, and sharded parameters need one; train with "
+                "DistributedDataParallel, or set requires_grad to False for it."
+            )
+        plan.modules = {name: self.model.get_submodule(name) for name in plan.modules}
+        plan.copies = {n: replace(c, module=self.model.get_submodule(c.name)) for n, c in plan.copies.items()}
+        return plan
 
     def _samples(self) -> int:
         return self._running.count if self._running is not None else 0
@@ -316,10 +339,11 @@ class OnlineCurvature:
     def _finish(self, seen: Pass) -> None:
         """What one pass still has to give: layers used several times, and the generic rule."""
         self._count += seen.count
+        assert self.plan is not None
+        if seen.factor or self._sharded:
+            seen.finish()
         if not seen.factor:
             return
-        assert self.plan is not None
-        seen.finish()
         rest = [*self.plan.generic, *(name for name in self.plan.idle if self.wanted[name].grad is not None)]
         rest += self.plan.doubted(seen.calls, seen.count)
         if rest:
@@ -329,6 +353,11 @@ class OnlineCurvature:
         self._nll += seen.nll
 
     def _generic(self, names: list[str], seen: Pass) -> None:
+        if self._sharded:
+            raise NotImplementedError(
+                f"the layer of {names[0]!r} was called with other rows than in the first step, which sharded "
+                "parameters do not allow; train with DistributedDataParallel."
+            )
         assert self.plan is not None
         assert seen.cotangent is not None
         rule = GenericRule(Functional(self.model, self._call), MEMORY_BUDGET, self.plan.vectorised)
@@ -343,6 +372,7 @@ class OnlineCurvature:
             self._add(name, seen.scaled(value))
 
     def _add(self, name: str, squares: Tensor) -> None:
+        squares = scattered(squares, self.wanted[name])
         if name in self._sums:
             self._sums[name] += squares
         else:
@@ -392,13 +422,21 @@ class OnlineCurvature:
 
     def _gather(self, unit: float) -> None:
         """The sums of all ranks, in units of the negative log likelihood."""
+        if self._sharded and unit != 1:  # summed already, so that one unit has to be right for all
+            (total,) = self.ranks.total(unit)
+            if not math.isclose(total, unit * self.ranks.size, rel_tol=1e-9):
+                raise ValueError(
+                    f'with sharded parameters loss="{self.loss}" needs as many samples on every rank ({self._count} '
+                    'here); use loss="auto".'
+                )
         for name in self.wanted:
             like = self._zeros(name)
             self._sums[name] = self._sums[name].div_(unit).to(like.dtype) if name in self._sums else like
-        self.ranks.sum_([self._sums[name] for name in self.wanted])
+        if not self._sharded:
+            self.ranks.sum_([self._sums[name] for name in self.wanted])
 
     def _zeros(self, name: str) -> Tensor:
-        return torch.zeros_like(at_least_float32(self.wanted[name].detach()))
+        return zeros_for(self.wanted[name])
 
     def _call(self, model: nn.Module, batch: Any) -> Tensor:
         args, kwargs = batch

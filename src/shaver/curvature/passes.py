@@ -25,6 +25,7 @@ class Look:
         reads: Whether the loss's scale is read off its gradient at the outputs.
         generator: For the labels that MC draws.
         add: ``add(parameter name, sum of squares)``, in units of the negative log likelihood.
+        always: Whether zeros are added too, because other ranks wait for them.
     """
 
     source: str
@@ -32,6 +33,7 @@ class Look:
     reads: bool
     generator: torch.Generator
     add: Callable[[str, Tensor], None]
+    always: bool = False
 
 
 class Pass:
@@ -138,7 +140,7 @@ class Pass:
         likelihood = self.look.likelihood
         drawn = likelihood.mc_gradient(outputs, self.look.generator).to(gradient.dtype)
         if isinstance(likelihood, Classification):
-            drawn = drawn * (gradient != 0).any(likelihood.class_dim, keepdim=True)
+            drawn.mul_((gradient != 0).any(likelihood.class_dim, keepdim=True))
         self.cotangent = drawn
         edges = [call.edge for call in self.calls]
         if edges:
@@ -147,13 +149,14 @@ class Pass:
 
     def _square(self, gradients: dict[int, Tensor]) -> None:
         """Add the squares of per-sample gradients, given the gradients at the outputs of some calls."""
-        if not (self.factor and gradients):
+        if not gradients or not (self.factor or self.look.always):
             return
         assert self._plan is not None
         calls = [self.calls[place] for place in gradients]
         with torch.no_grad():
             for name, use in self._plan.uses(calls, [g.unsqueeze(0) for g in gradients.values()], self.count):
-                self.look.add(name, self.scaled(use.square_sum()))
+                squares = use.square_sum()
+                self.look.add(name, self.scaled(squares) if self.factor else squares.zero_())
         for place, call in zip(gradients, calls, strict=True):
             self._caught[place] = None
             call.inputs = torch.empty_like(call.inputs, device="meta")  # the shape alone is asked for from now on

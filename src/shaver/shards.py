@@ -1,0 +1,132 @@
+"""Parameters that are spread over ranks (FSDP2): this rank's rows of them, and the way to and from the whole.
+
+``fully_shard`` makes every parameter a ``DTensor``. What SpaM does to a weight needs that weight alone, so it works
+on the local rows; only the squares of gradients have to be summed over the ranks, each of which keeps its rows.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+except ImportError:  # a build of torch without distributed
+    DTensor = Partial = distribute_tensor = None  # type: ignore[assignment, misc]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the tensor is a ``DTensor``."""
+    return DTensor is not None and isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows, sharing their memory; a plain tensor is its own."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def scattered(squares: Tensor, like: Tensor) -> Tensor:
+    """The sum of all ranks' ``squares``, of which this rank keeps the rows it has of ``like``. A collective."""
+    if not is_sharded(like):
+        return squares
+    partial: Any = DTensor.from_local(squares, like.device_mesh, [Partial()])  # type: ignore[attr-defined]
+    return local(partial.redistribute(placements=like.placements))  # type: ignore[attr-defined]
+
+
+def rows_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows of a tensor that every rank has whole."""
+    if is_sharded(whole):
+        return local(whole)
+    if not is_sharded(like) or whole.shape != like.shape:
+        return whole
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return local(distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)).clone()
+
+
+def joined(rows: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows as part of a ``DTensor`` that is laid out as ``like``; no copy, no message."""
+    if not is_sharded(like) or rows.shape != local(like).shape:
+        return rows
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(rows, mesh, placements, shape=like.shape, stride=like.stride())
+
+
+def gathered(state: Any) -> Any:
+    """A nested state with every ``DTensor`` made whole. A collective: all ranks call it."""
+    if isinstance(state, Tensor):
+        return state.full_tensor() if is_sharded(state) else state  # type: ignore[attr-defined]
+    if isinstance(state, Mapping):
+        return {key: gathered(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(gathered(value) for value in state)
+    return state
+
+
+def whole_copy(model: nn.Module) -> nn.Module:
+    """The network with whole parameters and without hooks, for a few samples; holds all weights. A collective.
+
+    FSDP refuses ``copy.deepcopy``. Modules are copied shallowly, with parameters gathered, everything else shared.
+    """
+    weights: dict[int, nn.Parameter] = {}
+    for p in model.parameters():
+        weights[id(p)] = nn.Parameter(gathered(p.detach()), requires_grad=p.requires_grad)
+    copies: dict[int, nn.Module] = {}
+
+    def copy(module: nn.Module) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        kind: Any = next(cls for cls in type(module).__mro__ if "FSDP" not in cls.__name__)
+        twin: nn.Module = kind.__new__(kind)
+        copies[id(module)] = twin
+        twin.__dict__.update(module.__dict__)
+        for name in list(twin.__dict__):
+            if name.endswith("_hooks") or "_hooks_" in name:
+                twin.__dict__[name] = type(twin.__dict__[name])()
+        twin._parameters = {n: None if p is None else weights[id(p)] for n, p in module._parameters.items()}
+        twin._buffers = dict(module._buffers)
+        twin._modules = {n: None if m is None else copy(m) for n, m in module._modules.items()}
+        return twin
+
+    return copy(model)
+
+
+def mesh_group(model: nn.Module) -> Any:
+    """The process group over which a model's parameters are sharded; None where they are not.
+
+    Raises:
+        ValueError: Some are sharded and some are not, or over more than one dimension of a mesh.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sharded = [p for p in trained if is_sharded(p)]
+    if not sharded:
+        return None
+    meshes = {p.device_mesh for p in sharded}  # type: ignore[attr-defined]
+    if len(sharded) < len(trained) or len(meshes) > 1 or next(iter(meshes)).ndim > 1:
+        raise ValueError(
+            f"{len(sharded)} of {len(trained)} trainable parameters are sharded, over {len(meshes)} meshes of "
+            f"{sorted(mesh.ndim for mesh in meshes)} dimensions; SpaM needs all of them on one mesh of one dimension: "
+            "call fully_shard(model) on the whole model, without replication or tensor parallelism."
+        )
+    (mesh,) = meshes
+    return mesh.get_group()
+
+
+def check_settings(prior: object, settings: Any) -> None:
+    """Refuse what needs more than a rank's own rows.
+
+    Raises:
+        ValueError: With the setting that would work.
+    """
+    if prior != "parameter" or not settings.online or settings.method != "fixed_point" or settings.source != "ef":
+        raise ValueError(
+            'with sharded parameters SpaM learns prior="parameter" online by fixed point from source="ef"; this is '
+            f"prior={prior!r}, online={settings.online}, method={settings.method!r}, source={settings.source!r}. "
+            "DistributedDataParallel takes all of them."
+        )
+
+
+def zeros_for(parameter: Tensor) -> Tensor:
+    """Zeros for this rank's rows of a parameter, in at least single precision."""
+    rows = local(parameter.detach())
+    return torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))

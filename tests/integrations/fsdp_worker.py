@@ -1,0 +1,42 @@
+"""Run by torchrun: every case of fsdp_cases, saving, loading, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fsdp_cases import CASES, Net, run, start, train
+from torch.distributed.fsdp import fully_shard
+
+from shaver.integrations.distributed import full_state_dict
+from shaver.io import save_state, save_tensors
+from shaver.shards import gathered, is_sharded
+from shaver.spam import SpaM
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+folder, rank = Path(sys.argv[1]), dist.get_rank()
+for case in CASES:
+    save_tensors(folder / f"{case}-{rank}.safetensors", run(case, rank, 2))
+
+notes = {}
+model, spam, optimizer = start("sgd", 2)
+train(model, spam, optimizer, rank, 2, 2)
+state = full_state_dict(spam)
+weights, momentum = gathered(model.state_dict()), gathered(optimizer.state_dict())
+if rank == 0:
+    save_state(folder / "half.safetensors", {"spam": state, "model": weights, "optimizer": momentum})
+notes["sharded"] = all(is_sharded(value) for value in spam.state_dict()["prior"]["values"].values())
+notes["rows"] = {name: list(value.shape) for name, value in spam.prior.delta().items()}
+dist.barrier()
+
+wrapped = fully_shard(Net())
+refused = {"unit": {"prior": "unit"}, "mc": {"source": "mc"}, "kron": {"structure": "kron"}}
+for name, options in refused.items():
+    try:
+        SpaM(wrapped, 10, **({"source": "ef"} | options if name != "kron" else options))
+    except ValueError as error:
+        notes[name] = str(error)
+(folder / f"notes-{rank}.json").write_text(json.dumps(notes))
+dist.destroy_process_group()
