@@ -17,6 +17,8 @@ from shaver.naming import check_name
 
 #: More numbers than this in one square root of the output Hessian, and the exact GGN is refused.
 ROOT_LIMIT = 2**28
+#: Probabilities that labels are drawn from at once; drawing takes twice their memory again.
+PIECE = 2**24
 
 
 class Likelihood(ABC):
@@ -151,11 +153,13 @@ class Classification(Likelihood):
     def mc_gradient(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """p − e_ŷ with a label ŷ sampled from the model for every position."""
         last = self._last(outputs.detach())
-        p = last.softmax(-1)
-        flat = p.reshape(-1, p.shape[-1])
-        label = torch.multinomial(flat.float().cpu() if generator is not None else flat.float(), 1, generator=generator)
-        gradient = flat.clone().scatter_add_(1, label.to(flat.device), flat.new_full(label.shape, -1.0))
-        return gradient.reshape(p.shape).movedim(-1, self.class_dim)
+        gradient = last.softmax(-1).contiguous()
+        flat = gradient.view(-1, gradient.shape[-1])
+        for piece in flat.split(max(1, PIECE // flat.shape[1])):
+            p = piece.float().cpu() if generator is not None else piece.float()
+            label = torch.multinomial(p, 1, generator=generator).to(piece.device)
+            piece.scatter_add_(1, label, piece.new_full(label.shape, -1.0))
+        return gradient.movedim(-1, self.class_dim)
 
 
 @dataclass

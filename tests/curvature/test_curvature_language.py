@@ -134,3 +134,25 @@ def test_next_tokens_are_the_labels_one_to_the_left():
     labels = torch.tensor([[5, 6, 7], [8, 9, -100]])
     assert next_tokens({"labels": labels}).tolist() == [[6, 7, -100], [9, -100, -100]]
     assert Classification().ignore_index == -100
+
+
+@pytest.mark.parametrize("source", ["ef", "mc"])
+def test_a_large_vocabulary_is_read_and_drawn_piece_by_piece(monkeypatch: pytest.MonkeyPatch, source: str):
+    """Positions times vocabulary outgrow the network: the same numbers come out of a few rows at a time."""
+    found = []
+    for piece in (10**9, 40):
+        monkeypatch.setattr("shaver.curvature.reading.PIECE", piece)
+        monkeypatch.setattr("shaver.likelihoods.PIECE", piece)
+        monkeypatch.setattr("shaver.curvature.uses.TILE", 10 * piece)
+        model, batch = prepare("gpt2", True)
+        online = OnlineCurvature(model, N, source=source, every=1, decay=0.0)
+        model(**batch).loss.backward()
+        online.step()
+        found.append(online.curvature())
+    whole, pieces = found
+    assert pieces.log_likelihood == pytest.approx(whole.log_likelihood, rel=1e-12)
+    if source == "ef":
+        assert_all_same(pieces.diagonal(), whole.diagonal())
+    else:  # other labels are drawn, from the same probabilities
+        for h, expected in zip(pieces.diagonal().values(), whole.diagonal().values(), strict=True):
+            assert 0.2 < float(h.sum() / expected.sum()) < 5

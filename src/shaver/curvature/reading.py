@@ -1,11 +1,16 @@
 """Reading a loss off its gradient: how often a classification loss counts each sample, and the likelihood itself."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shaver.likelihoods import Classification
+
+#: Probabilities held at once: those of a large vocabulary at many positions would outweigh the network.
+PIECE = 2**24
+_SUM = torch.float64
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,20 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
         return None
     if not bool(counted.all()):
         f, g = f[counted], g[counted]
-    log_p = f.log_softmax(1)
-    p = log_p.exp()
-    # where 1 − p of the label is rounded to 0, other classes may have a gradient of 0 too: the likeliest is the label
-    label = p.masked_fill(g > g.amin(1, keepdim=True), -1.0).argmax(1, keepdim=True)
-    # c from the other classes, c · p_j: at the label, p_y − 1 has lost its digits once the network is confident
-    others, other_p = g.scatter(1, label, 0.0), p.scatter(1, label, 0.0)
-    factor = float(others.sum(dtype=torch.float64) / other_p.sum(dtype=torch.float64))
-    missed = (others - factor * other_p).abs().sum(dtype=torch.float64)
-    missed += (g.gather(1, label) - factor * (p.gather(1, label) - 1)).abs().sum(dtype=torch.float64)
+    step = max(1, PIECE // f.shape[1])
+    pieces = list(zip(f.split(step), g.split(step), strict=True))
+    parts = [_Part.of(*pieces[0])] if len(pieces) == 1 else None  # a large vocabulary is computed twice, not kept
+
+    def each() -> Iterator[_Part]:
+        return iter(parts) if parts is not None else (_Part.of(*piece) for piece in pieces)
+
+    sums = torch.stack([torch.stack([part.others.sum(dtype=_SUM), part.other_p.sum(dtype=_SUM)]) for part in each()])
+    factor = float(torch.div(*sums.sum(0)))
+    missed, nll = torch.zeros((), dtype=_SUM, device=f.device), torch.zeros((), dtype=_SUM, device=f.device)
+    for part in each():
+        missed += (part.others - factor * part.other_p).abs().sum(dtype=_SUM)
+        missed += (part.label_gradient - factor * (part.log_p.exp() - 1)).abs().sum(dtype=_SUM)
+        nll -= part.log_p.sum(dtype=_SUM)
     is_exact = outputs.element_size() >= 4 and gradient.element_size() >= 4
     rounding = 4 * torch.finfo(gradient.dtype if is_exact else torch.bfloat16).eps * len(g) * factor
     allowed = (0.02 if is_exact else 0.1) * float(g.abs().sum(dtype=torch.float64)) + rounding
@@ -65,4 +75,23 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
             "sample weights, a further term, or outputs that are already probabilities), so its scale cannot be "
             'read. Pass loss="mean" or loss="sum", whichever reduction it uses, and source="mc".'
         )
-    return Reading(factor, float(-log_p.gather(1, label).sum(dtype=torch.float64)))
+    return Reading(factor, float(nll))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows: gradients and probabilities of the classes that are not the label, and of the label."""
+
+    others: Tensor
+    other_p: Tensor
+    label_gradient: Tensor
+    log_p: Tensor
+
+    @classmethod
+    def of(cls, f: Tensor, g: Tensor) -> "_Part":
+        log_p = f.log_softmax(1)
+        p = log_p.exp()
+        # where 1 − p of the label is rounded to 0, other classes may have a gradient of 0 too: the likeliest is it
+        label = p.masked_fill(g > g.amin(1, keepdim=True), -1.0).argmax(1, keepdim=True)
+        # c from the other classes, c · p_j: at the label, p_y − 1 has lost its digits once the network is confident
+        return cls(g.scatter(1, label, 0.0), p.scatter_(1, label, 0.0), g.gather(1, label), log_p.gather(1, label))

@@ -211,7 +211,8 @@ def after_the_fact(
         batches = iter(data.batches(task.batch_size, shuffle=True, seed=seed))
         for x, y in (next(batches) for _ in range(steps)):
             optimizer.zero_grad()
-            spam.loss(model(x), y).backward()
+            loss: Any = spam.loss(model(x), y)
+            loss.backward()
             spam.step(optimizer)
         return spam.posterior
     finally:
@@ -227,13 +228,14 @@ def _tokenizer(transformers: Any, network: str, vocabulary: str | Path | None) -
             "encoder.json and vocab.bpe for GPT-2's."
         )
     folder = Path(vocabulary)
-    files = ("encoder.json", "vocab.bpe") if "gpt" in network else ("vocab.txt",)
+    files = ["encoder.json", "vocab.bpe"] if "gpt" in network else ["vocab.txt"]
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{network!r} needs {' and '.join(files)}; {folder} has no {missing[0]}.")
+    paths = [str(folder / name) for name in files]
     if "gpt" in network:
-        return transformers.GPT2TokenizerFast(vocab=str(folder / files[0]), merges=str(folder / files[1]))
-    return transformers.DistilBertTokenizerFast(vocab=str(folder / files[0]))
+        return transformers.GPT2TokenizerFast(vocab=paths[0], merges=paths[1])
+    return transformers.DistilBertTokenizerFast(vocab=paths[0])
 
 
 def _package_folder(package: str) -> Path:
