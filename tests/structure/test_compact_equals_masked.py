@@ -18,6 +18,7 @@ from shaver.structure import (
     register_surgery,
     remove_units,
 )
+from shaver.structure.compaction import TOLERANCES
 
 
 def count(model):
@@ -272,3 +273,45 @@ def test_uneven_groups_of_a_convolution_are_named():
         remove_units(model, groups, {"1": torch.arange(8) > 0}, numbers(2, 4, 3, 3))
     even = torch.tensor([False, True, True, True, True, False, True, True])
     assert remove_units(model, groups, {"1": even}, numbers(2, 4, 3, 3)).model[1].groups == 2
+
+
+def test_where_rounding_alone_exceeds_the_tolerance_float64_decides(monkeypatch):
+    model, groups, example = case("lenet")
+    model, example, kept = model.float(), example.float(), draw(groups, 1)
+    monkeypatch.setitem(TOLERANCES, torch.float32, 0.0)
+    assert 0 < remove_units(model, groups, kept, example).difference < 1e-5
+    with torch.backends.mkldnn.flags(enabled=False):  # whose bfloat16 is not there on every processor
+        half = remove_units(model.bfloat16(), groups, kept, example.bfloat16()).model
+    assert half.conv1.weight.dtype == torch.bfloat16
+    normed = shaken(nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))).float()
+    one = torch.arange(8).unsqueeze(1)
+    slices = [Slice(t, 0, one, "makes") for t in ("0.weight", "0.bias", "1.weight", "1.bias")]
+    groups = Groups({"0": Group("0", "hidden", 8, (*slices, Slice("2.weight", 1, one, "reads")))})
+    with pytest.raises(CompactionError, match="outputs differ"):
+        remove_units(normed, groups, {"0": torch.arange(8) > 2}, numbers(4, 5).float())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "wrn16_fixup"])
+def test_residual_streams_where_they_were_asked_for(name):
+    model, _, example = case(name)
+    groups = find_groups(model, example, residual=True)
+    assert "residual" in {group.kind for group in groups.values()}
+    kept = draw(groups, 1)
+    masked = copy_of(mask_units(model, groups, kept), model)
+    small = remove_units(model, groups, kept, example).model
+    expected = outputs(masked, other(example))
+    assert (outputs(small, other(example)) - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_padded_tokens_of_the_encoder_are_left_out_as_before():
+    torch.manual_seed(0)
+    model, x = shaken(Encoder(dropout=0.0)), numbers(4, 5, 24)
+    groups = find_groups(model, x)
+    kept = draw(groups, 1)
+    masked = copy_of(mask_units(model, groups, kept), model)
+    small = remove_units(model, groups, kept, x).model
+    padding = torch.zeros(4, 5, dtype=torch.bool)
+    padding[2, 3:] = True
+    with torch.no_grad():
+        found, expected = (m.body(x, src_key_padding_mask=padding)[~padding] for m in (small, masked))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
