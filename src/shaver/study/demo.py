@@ -17,6 +17,7 @@ from shaver.evidence import Posterior
 from shaver.io import load_state, save_state, write_json
 from shaver.pruning import prune
 from shaver.spam import Settings
+from shaver.study.demo_compact import show_compact
 from shaver.study.parallel import Report, run_jobs
 from shaver.study.provenance import code_version, machine, versions
 from shaver.study.report import write_report
@@ -83,7 +84,7 @@ def run_demo(
     Args:
         out: The run folder: ``report.html``, ``tables/`` and ``figures/``; ``results.csv`` and ``study.json`` as
             every study has them; ``cost.csv``; the trained networks with their posteriors in ``models/``, and how
-            training went in ``cells/``.
+            training went in ``cells/``; a compact one in ``compact/``.
         seed: The first seed; it decides the split, the initial weights and the order of the batches.
         repeats: Seeds in a row; tables and figure show the mean.
         epochs: Instead of each task's own number.
@@ -118,6 +119,7 @@ def run_demo(
     write_json(out / "study.json", _description(seed, repeats, epochs, processes, seconds, jobs, results))
     write_report([out], console=console)
     console.print(cost_table(costs))
+    show_compact(out, seed=seed, epochs=epochs, console=console)
     return rows
 
 
