@@ -424,7 +424,7 @@ class SpaM:
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, as nested dicts of tensors and numbers.
 
-        Of sharded parameters the tensors are ``DTensor``s, which
+        Of sharded parameters each tensor is a ``DTensor``, which
         :func:`shaver.integrations.distributed.full_state_dict` makes whole.
         """
         prior = self.prior.state_dict()
