@@ -155,7 +155,7 @@ class Classification(Likelihood):
         last = self._last(outputs.detach())
         gradient = last.softmax(-1).contiguous()
         flat = gradient.view(-1, gradient.shape[-1])
-        for piece in flat.split(max(1, PIECE // flat.shape[1])):
+        for piece in torch.split(flat, max(1, PIECE // flat.shape[1])):
             p = piece.float().cpu() if generator is not None else piece.float()
             label = torch.multinomial(p, 1, generator=generator).to(piece.device)
             piece.scatter_add_(1, label, piece.new_full(label.shape, -1.0))

@@ -53,7 +53,7 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
     if not bool(counted.all()):
         f, g = f[counted], g[counted]
     step = max(1, PIECE // f.shape[1])
-    pieces = list(zip(f.split(step), g.split(step), strict=True))
+    pieces = list(zip(torch.split(f, step), torch.split(g, step), strict=True))
     parts = [_Part.of(*pieces[0])] if len(pieces) == 1 else None  # a large vocabulary is computed twice, not kept
 
     def each() -> Iterator[_Part]:
