@@ -201,6 +201,16 @@ def test_two_recipes_share_a_page(toy_run, tmp_path):
     assert all(len(e["histories"]) == 3 for e in data["experiments"])
 
 
+def test_networks_that_are_not_pruned_yet_make_a_report_too(toy_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(toy_run, folder)
+    lines = (folder / "results.csv").read_text().splitlines(keepends=True)
+    (folder / "results.csv").write_text("".join([lines[0], *(line for line in lines if ",dense," in line)]))
+    files = write_report([folder], console=silent())
+    assert {"training.csv", "costs.svg", "report.html"} <= {path.name for path in files}
+    assert 'id="curves-plot"' not in (folder / "report.html").read_text(encoding="utf-8")
+
+
 def test_histories_are_means_where_every_seed_has_arrived():
     one = History("r", "t", "0", Training("map"), [{"epoch": "1", "loss": "4"}, {"epoch": "2", "loss": "2"}])
     two = History("r", "t", "1", Training("map"), [{"epoch": "1", "loss": "2"}])

@@ -113,7 +113,8 @@ def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
         curves = _main_curves(experiment, experiment.stages[0])
         _over_sparsity(axis, curves, METRICS[0])
         axis.set_title(experiment.title)
-    axes[0].set_ylabel(METRICS[0].title)
+    for axis in axes[::3]:
+        axis.set_ylabel(METRICS[0].title)
     _legend(plt, [c for e in shown for c in _main_curves(e, e.stages[0])])
 
 
@@ -145,7 +146,7 @@ def priors(plt: Any, experiment: Experiment) -> None:
     axes = _panels(plt, len(names))
     for axis, name in zip(axes, names, strict=True):
         for curve in (c for c in experiment.curves if (c.criterion, c.stage) == (name, experiment.stages[0])):
-            _line(axis, curve.values("accuracy"), METRICS[0], linewidth=1.8, **style(curve.training))
+            _line(axis, curve.values("accuracy"), METRICS[0], band=False, linewidth=1.8, **style(curve.training))
         _sparsity_axis(axis, [c for c in experiment.curves if c.criterion == name])
         axis.set_title(f"{experiment.title}, {CRITERION_NAMES.get(name, name)}")
     axes[0].set_ylabel(METRICS[0].title)
@@ -165,7 +166,7 @@ def stages(plt: Any, experiment: Experiment) -> None:
 
 
 def pareto(plt: Any, experiment: Experiment) -> None:
-    """Accuracy against cost; the line joins the networks that no other beats in both."""
+    """Accuracy against cost; the stairs are the best that each cost can buy."""
     keys = varying_costs(experiment)
     axes = _panels(plt, len(keys))
     for axis, key in zip(axes, keys, strict=True):
@@ -180,7 +181,7 @@ def pareto(plt: Any, experiment: Experiment) -> None:
                 marker="o" if curve.training.method == "spam" else "^",
                 **({"facecolors": "none"} if hollow else {}), zorder=3,
             )  # fmt: skip
-        axis.plot(*zip(*front(points), strict=True), color="#333333", linewidth=1, zorder=2)
+        axis.step(*zip(*front(points), strict=True), where="post", color="#333333", linewidth=1, zorder=2)
         axis.set_xscale("log")
         axis.set_xlabel(COSTS[key])
     axes[0].set_ylabel(METRICS[0].title)
@@ -198,7 +199,8 @@ def training(plt: Any, experiment: Experiment, histories: Sequence[History]) -> 
             curve = History.mean(own, key)
             if curve:
                 name = training_label(one, list(by_training))
-                style = {"color": CYCLE[i % len(CYCLE)], "linestyle": _DASHES.get(one.method, "solid")}
+                colour = "#888888" if one.method == "map" else CYCLE[i % len(CYCLE)]
+                style = {"color": colour, "linestyle": _DASHES.get(one.method, "solid")}
                 axis.plot(*zip(*curve, strict=True), label=name, linewidth=1.8, **style)
         axis.set_title(QUANTITIES[key])
         axis.set_xlabel("epoch")
@@ -215,7 +217,7 @@ def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
     for axis, times in zip(axes[0], found, strict=True):
         methods = {"map": "#999999", "l1": "#0072b2", "spam": "#d55e00"}
         bars = [(label, e, methods.get(kind) or _colour(kind)) for label, e, kind in times.bars]
-        _bars(axis, bars, times.show)
+        _bars(axis, bars, times.show, max(len(one.bars) for one in found))
         scale = " (logarithmic)" if axis.get_xscale() == "log" else ""
         axis.set_title(times.title + scale, wrap=True)
     figure.tight_layout()
@@ -276,7 +278,13 @@ def save_figure(plt: Any, path: Path, suffixes: Sequence[str]) -> list[Path]:
 def _panels(plt: Any, count: int, columns: int = 3, *, sharey: bool = False) -> list[Any]:
     columns = min(columns, count)
     rows = -(-count // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.4 * columns, 3.3 * rows + 0.6), squeeze=False, sharey=sharey)
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(4.4 * columns + (1.6 if columns == 1 else 0), 3.3 * rows + 0.6),
+        squeeze=False,
+        sharey=sharey,
+    )
     flat = list(axes.flat)
     for axis in flat[count:]:
         figure.delaxes(axis)
@@ -289,19 +297,20 @@ def _main_curves(experiment: Experiment, stage: str) -> list[Curve]:
 
 
 def _over_sparsity(axis: Any, curves: Sequence[Curve], metric: Metric) -> None:
+    """Colour is the criterion, dashes the method; the error of OPD as a band, as more bands would hide the curves."""
     for curve in curves:
         strong = curve.criterion == "opd"
         _line(axis, curve.values(metric.key), metric, color=_colour(curve.criterion),
               linestyle=_DASHES.get(curve.training.method, "solid"), linewidth=2.4 if strong else 1.3,
-              zorder=3 if strong else 2)  # fmt: skip
+              zorder=3 if strong else 2, band=strong or len(curves) <= 4)  # fmt: skip
     _sparsity_axis(axis, curves)
 
 
-def _line(axis: Any, values: Mapping[float, Estimate], metric: Metric, **style: Any) -> None:
+def _line(axis: Any, values: Mapping[float, Estimate], metric: Metric, *, band: bool, **style: Any) -> None:
     places = [place(s) for s in values]
     means = [metric.factor * e.mean for e in values.values()]
     axis.plot(places, means, **style)
-    if any(e.error for e in values.values()):
+    if band and any(e.error for e in values.values()):
         errors = [metric.factor * (e.error or 0.0) for e in values.values()]
         low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
         axis.fill_between(places, low, high, color=style["color"], alpha=0.12, linewidth=0)
@@ -324,7 +333,7 @@ def _colour(criterion: str) -> str:
     return COLOURS.get(criterion, "#661100")
 
 
-def _bars(axis: Any, bars: Sequence[tuple[str, Estimate, str]], show: Callable[[float], str]) -> None:
+def _bars(axis: Any, bars: Sequence[tuple[str, Estimate, str]], show: Callable[[float], str], lines: int) -> None:
     """Horizontal bars, each with its number instead of an axis."""
     for i, (_, found, colour) in enumerate(bars):
         axis.barh(i, found.mean, color=colour, height=0.62)
@@ -338,7 +347,7 @@ def _bars(axis: Any, bars: Sequence[tuple[str, Estimate, str]], show: Callable[[
     axis.margins(x=0.14)
     axis.xaxis.set_visible(False)
     axis.spines["bottom"].set_visible(False)
-    axis.invert_yaxis()
+    axis.set_ylim(lines - 0.5, -0.5)  # bars of one thickness on both sides
     axis.grid(visible=False)
 
 
@@ -372,4 +381,4 @@ def _below(plt: Any, handles: Sequence[Any], labels: Sequence[str], title: str =
         figure.suptitle(title, x=0.012, ha="left", fontweight="bold", fontsize=11)
     figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, handlelength=1.9, fontsize=9,
                   columnspacing=1.2, handletextpad=0.5)  # fmt: skip
-    figure.tight_layout(rect=(0, (0.12 + 0.21 * lines) / height, 1, 1))
+    figure.tight_layout(rect=(0, (0.1 + 0.19 * lines) / height, 1, 1))

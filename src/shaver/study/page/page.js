@@ -138,7 +138,8 @@ class Plot {
       return { g, dots, line };
     });
     if (spec.front) {
-      const d = "M" + spec.front.map((p) => `${X(p.x)} ${Y(p.y)}`).join("L");
+      const stairs = spec.front.map((p, i) => (i ? `H${X(p.x)}V${Y(p.y)}` : `M${X(p.x)} ${Y(p.y)}`));
+      const d = `${stairs.join("")}H${box.right}`;
       make("path", { class: "curve", d, "stroke-width": 1.2, style: "stroke:var(--ink)" }, svg);
     }
     this.tip = make("div", { class: "tip", hidden: "", "aria-live": "polite" }, this.host);
@@ -272,7 +273,7 @@ const unique = (values) => [...new Set(values)];
 // ——— Curves over sparsity ———
 function explorer() {
   const plot = new Plot(byId("curves-plot"));
-  const titles = data.experiments.map((e, i) => [String(i), e.title]);
+  const able = data.experiments.filter((e) => e.curves.length);
   const metric = new Set([data.metrics[0].key]);
   const state = {};
   const names = {
@@ -284,7 +285,7 @@ function explorer() {
   const value = (curve, dimension) => curve[dimension];
 
   function begin() {
-    experiment = data.experiments[+byId("curves-experiment").value || 0];
+    experiment = able[+byId("curves-experiment").value || 0];
     for (const dimension of dimensions) {
       const all = unique(experiment.curves.map((c) => value(c, dimension)).filter((v) => v !== ""));
       let wanted = all;
@@ -340,7 +341,7 @@ function explorer() {
     colours.value = by;
   }
 
-  choices(byId("curves-experiment"), titles, begin);
+  choices(byId("curves-experiment"), able.map((e, i) => [String(i), e.title]), begin);
   byId("curves-colour").addEventListener("change", (event) => { asked = event.target.value; draw(); });
   begin();
 }
@@ -381,7 +382,7 @@ function pareto() {
       y: { label: accuracy.title, ceiling: 100.5, floor: 0 },
     });
     const keys = unique(experiment.curves.map((c) => c.criterion)).map((c) => ({ label: data.criteria[c].name, slot: data.criteria[c].slot, unjoined: true }));
-    legend(byId("pareto-key"), [{ label: "front: nothing cheaper is as good", slot: null, dash: "" }, ...keys]);
+    legend(byId("pareto-key"), [{ label: "the best that each cost can buy", slot: null, dash: "" }, ...keys]);
   }
   choices(byId("pareto-experiment"), able.map((e, i) => [String(i), e.title]), begin);
   begin();
