@@ -7,7 +7,7 @@ per-sample gradients are compared with autograd's (:mod:`shaver.curvature.plan`)
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -101,10 +101,51 @@ def convolution(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
 
     own = grads.flatten(-spatial)  # (K, B, …, O, L)
     b = own if own.ndim == 4 else own.flatten(2, -3).transpose(2, 3).flatten(3)
-    uses: dict[str, Use] = {"weight": Outer(patches, b, module.weight.shape, module.groups)}
+    built = _grouped_kernel(module, inputs, grads) if spatial == 2 and own.ndim == 4 else None
+    uses: dict[str, Use] = {"weight": Outer(patches, b, module.weight.shape, module.groups, built=built)}
     if module.bias is not None:
         uses["bias"] = Shift(b, module.groups)
     return uses
+
+
+def _grouped_kernel(module: Any, inputs: Tensor, grads: Tensor) -> Callable[[slice, Tensor], Tensor] | None:
+    """Per-sample gradients as the weight gradient of one convolution with a group for each sample.
+
+    Measured 1.2 to 2.5 times as fast as patches on a CPU, between 8 channels and gradients of 160,000 numbers; slower
+    outside, and in another precision, where the kernel is not the vectorised one.
+    """
+    out, channels = module.weight.shape[:2]
+    left, right, top, bottom = module._reversed_padding_repeated_twice
+    if not (
+        inputs.device.type == "cpu"
+        and inputs.dtype == grads.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and (module.groups, left, top, module.padding_mode) == (1, right, bottom, "zeros")
+        and min(out, channels) >= 8
+        and module.weight.numel() <= 160_000
+    ):
+        return None
+    size = grads.shape[-2:]
+
+    def gradients(piece: slice, rows: Tensor) -> Tensor:
+        images = inputs[piece]
+        count = len(images)
+        _, found, _ = torch.ops.aten.convolution_backward(
+            rows.reshape(1, -1, *size),
+            images.reshape(1, -1, *images.shape[2:]),
+            module.weight.new_empty(1).expand(count * rows.shape[1], *module.weight.shape[1:]),
+            None,
+            module.stride,
+            (top, left),
+            module.dilation,
+            False,
+            (0, 0),
+            count,
+            (False, True, False),
+        )
+        return cast(Tensor, found)
+
+    return gradients
 
 
 def _patches(module: Any, images: Tensor) -> Tensor:

@@ -88,6 +88,8 @@ class Outer:
         shape: The parameter's shape, ``(g·O, I, …)`` or, transposed, ``(I, O)``.
         groups: g.
         transposed: The parameter is stored ``(I, O)``.
+        built: Where a kernel builds per-sample gradients faster than patches do: a function from a slice of samples and
+            their output gradients ``(n, K·O, T)`` to the gradients, ``n·K·O·I`` numbers in this order.
     """
 
     inputs: Callable[[slice], Tensor]
@@ -95,6 +97,7 @@ class Outer:
     shape: torch.Size
     groups: int = 1
     transposed: bool = False
+    built: Callable[[slice, Tensor], Tensor] | None = None
 
     def _to_shape(self, values: Tensor) -> Tensor:
         """``(…, g·O, I)`` → ``(…, *shape)``."""
@@ -126,6 +129,11 @@ class Outer:
             a = self.inputs(slice(None)).squeeze(-1).square().view(batch, g, ins)
             return self._to_shape(torch.einsum("ngo,ngi->goi", squares.view(batch, g, outs), a).flatten(0, 1))
         total = self.grads.new_zeros(g, outs, ins)
+        if self.built is not None:
+            for piece in self._tiles(columns * outputs * ins):
+                b = torch.cat([grad[:, piece] for grad in grads]).transpose(0, 1)
+                total += self.built(piece, b.flatten(1, 2)).square_().view(-1, g, outs, ins).sum(0)
+            return self._to_shape(total.flatten(0, 1))
         for piece in self._tiles(columns * outputs * (ins + positions) + g * ins * positions):
             # (n·g, K·O, T) @ (n·g, T, I)
             a = self.inputs(piece).reshape(-1, ins, positions).transpose(1, 2)
