@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from shaver.structure.coupling import Coupling
 from shaver.structure.groups import Group, Kind, Role, Slice
@@ -47,7 +48,7 @@ def assemble(coupling: Coupling) -> list[tuple[int, Group]]:
     for layer in coupling.sources:
         if layer.name not in grouped:
             coupling.left_out.setdefault(layer.name, MIXED if layer.width > 1 else "it has a single output")
-    return distinct(found)
+    return found
 
 
 def _roles(coupling: Coupling) -> dict[Axis, Role]:
@@ -79,7 +80,8 @@ def kind_of(shape: dict[Axis, int], layers: list[Layer], roles: dict[Axis, Role]
 def name_of(layers: list[Layer], axes: Iterable[Axis], kind: Kind) -> str:
     """The layer that makes the units; for several layers, and for heads, the module that holds all of it."""
     if (len(layers) == 1 and kind != "heads") or kind == "residual":
-        return layers[0].name
+        inside = ".out_proj" if isinstance(layers[0].module, nn.MultiheadAttention) else ""
+        return layers[0].name + inside
     parts = [tensor.split(".")[:-1] for tensor, _ in axes]
     shared = []
     for names in zip(*parts, strict=False):

@@ -12,7 +12,7 @@ from shaver.measure.evaluating import evaluating
 from shaver.measure.example import call
 from shaver.naming import check_name
 from shaver.structure.arrivals import Arrivals
-from shaver.structure.assembling import assemble
+from shaver.structure.assembling import assemble, distinct
 from shaver.structure.coupling import Coupling
 from shaver.structure.groups import Group, Groups, Kind
 from shaver.structure.heads import packed_heads
@@ -83,7 +83,7 @@ def find_groups(
     places = {layer.name: place for place, layer in enumerate(probing.order)}
     placed = [pair for pair, fine in zip(found, silent, strict=True) if fine]
     placed += [(places[name], group) for name, group in packed_heads(model).items() if name in places]
-    groups = [group for _, group in sorted(placed, key=lambda pair: pair[0])]
+    groups = [group for _, group in distinct(sorted(placed, key=lambda pair: pair[0]))]
     kept = {group.name: group for group in groups if wanted is None or group.kind in wanted}
     if not kept:
         raise ValueError(_nothing(model, left_out, wanted, groups))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.structure.arrivals import Arrivals
-from shaver.structure.assembling import distinct, kind_of, makers, name_of
+from shaver.structure.assembling import kind_of, makers, name_of
 from shaver.structure.coupling import OUTPUT, RESIDUAL
 from shaver.structure.groups import Group, Role, Slice
 from shaver.structure.layers import Axis, tensor_names
@@ -40,12 +40,18 @@ class _Stopped(BaseException):
     """Ends the thread that took too long; no ``except Exception`` on its way catches it."""
 
 
-def within(seconds: float, work: Callable[[], T], task: str) -> T:
+def within(seconds: float, work: Callable[[], T], task: str, progress: Callable[[], str]) -> T:
     """The result of ``work()``, or a ``TimeoutError`` that says where it was after ``seconds``.
 
     The work is done in a thread of its own, into which an exception is raised when time is over. Python delivers it
     between two bytecodes: a loop in Python ends at once, a call into C when it returns. Unlike an alarm signal, this
     works in every thread, and no exception can arrive too late in the caller's.
+
+    Args:
+        seconds: The limit.
+        work: To be done.
+        task: What it is, for the error.
+        progress: How far it got, for the error.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -63,10 +69,10 @@ def within(seconds: float, work: Callable[[], T], task: str) -> T:
     if thread.is_alive():
         assert thread.ident is not None
         frame = sys._current_frames().get(thread.ident)
-        where = f"in {frame.f_code.co_qualname}, line {frame.f_lineno}" if frame is not None else "at its end"
+        where = f"in {frame.f_code.co_qualname}" if frame is not None else "at its end"
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped))
         thread.join(5)
-        raise TimeoutError(f"{task} took longer than seconds={seconds:g} and was stopped {where}.")
+        raise TimeoutError(f"{task} took longer than seconds={seconds:g} and was stopped {where}, {progress()}.")
     if errors:
         raise RuntimeError(f"{task} failed with {type(errors[0]).__name__}: {errors[0]}") from errors[0]
     return results[0]
@@ -82,22 +88,26 @@ def trace(model: nn.Module, run: Callable[[Any], Tensor], batch: Any, seconds: f
     try:
         import torch_pruning
     except ImportError as error:
-        raise ImportError("by='torch-pruning' needs that package: pip install torch-pruning.") from error
+        raise ImportError("by='torch-pruning' needs torch-pruning: pip install \"shaver[prune]\".") from error
+
+    groups: list[list[Item]] = []
 
     def build() -> list[list[Item]]:
         graph = torch_pruning.DependencyGraph()
         graph.build_dependency(model, batch, forward_fn=lambda _, given: run(given), verbose=False)
-        return [
-            [
-                Item(entry.dep.target.module, graph.is_out_channel_pruning_fn(entry.dep.handler), entry.idxs,
-                     entry.root_idxs)
-                for entry in group
-            ]
-            for group in graph.get_all_groups()
-        ]  # fmt: skip
+        for group in graph.get_all_groups():
+            items = [(entry.dep.target.module, entry.dep.handler, entry.idxs, entry.root_idxs) for entry in group]
+            groups.append([Item(at, graph.is_out_channel_pruning_fn(how), *indices) for at, how, *indices in items])
+        return groups
+
+    def progress() -> str:
+        names = {id(module): name for name, module in model.named_modules()}
+        last = names.get(id(groups[-1][0].target)) if groups else None
+        done = f"after the group of {last!r}" if last else "before its first group"
+        return f"{done}; by='probing' needs no such graph"
 
     with _restored(model):
-        return within(seconds, build, f"torch-pruning's dependency graph of {type(model).__name__}")
+        return within(seconds, build, f"torch-pruning's dependency graph of {type(model).__name__}", progress)
 
 
 def traced_groups(
@@ -132,7 +142,7 @@ def traced_groups(
             found.append((probing.order.index(layers[0]), Group(name_of(layers, axes, kind), kind, units, slices)))
             continue
         left_out.update({layer.name: reason for layer in layers})
-    return distinct(found), left_out
+    return found, left_out
 
 
 def _slices(items: list[Item], arrivals: Arrivals, names: dict[int, str]) -> tuple[Slice, ...] | None:
