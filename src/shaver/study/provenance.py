@@ -4,7 +4,7 @@ import ast
 import hashlib
 import os
 import platform
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,16 @@ def code_version(of: str = "posthoc") -> str:
     for room in sorted(rooms):
         place = root / room
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place] if place.exists() else []:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
             checksum.update(path.relative_to(root).as_posix().encode())
-            checksum.update(ast.dump(_without_docstrings(tree)).encode())
+            checksum.update(_meaning(path))
     return checksum.hexdigest()[:12]
+
+
+@cache
+def _meaning(path: Path) -> bytes:
+    """A digest of what a file does; once a process, which has imported the file once."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return hashlib.sha256(ast.dump(_without_docstrings(tree)).encode()).digest()
 
 
 def versions() -> dict[str, str]:
