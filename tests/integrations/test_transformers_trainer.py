@@ -135,10 +135,17 @@ def test_mixed_precision_learns_nearly_the_same(tmp_path: Path, causal: bool):
 
 
 def test_training_again_goes_on_and_the_log_tells_of_it(tmp_path: Path):
-    callback = SpaMCallback(**QUICK)
+    told: list[tuple[dict[str, float], int]] = []
+
+    class Tracker:
+        def log(self, row: dict[str, float], step: int) -> None:
+            told.append((row, step))
+
+    callback = SpaMCallback(logger=Tracker(), **QUICK)
     _, trainer = trained(tmp_path, False, callback, num_train_epochs=1)
     assert callback.spam is not None
     steps = callback.spam.steps
+    assert [(sorted(row)[0], step) for row, step in told] == [("spam/effective_parameters", 2)]
     logged = [entry for entry in trainer.state.log_history if "spam/log_evidence" in entry]
     assert [entry["step"] for entry in logged] == [2]
     assert not callback.spam.model._forward_hooks  # taken off at the end

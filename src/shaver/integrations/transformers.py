@@ -41,6 +41,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
         data_size: N, the number of training samples; None: the length of the training data set.
         total_steps: How many optimizer steps training takes; None: what the Trainer expects.
         log: Add log evidence, effective parameters and the rest, under ``spam/``, to what the Trainer logs.
+        logger: Gets those numbers as well: anything with ``log(dict, step)``, such as a run of a tracker.
         options: Everything else :class:`shaver.SpaM` takes: ``prior="unit"``, ``source="ef"``, ``update=100``.
 
     Attributes:
@@ -48,14 +49,21 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, data_size: int | None = None, total_steps: int | None = None, log: bool = True, **options: Any
+        self,
+        *,
+        data_size: int | None = None,
+        total_steps: int | None = None,
+        log: bool = True,
+        logger: Any = None,
+        **options: Any,
     ) -> None:
         if options.get("structure", "diag") != "diag" or options.get("online") is False:
             raise ValueError(
                 "the callback learns online, from training's own passes; for structure='kron' or online=False use "
                 "shaver.SpaM in a loop of your own."
             )
-        self.data_size, self.total_steps, self.log, self.options = data_size, total_steps, log, options
+        self.data_size, self.total_steps, self.options = data_size, total_steps, options
+        self.log, self.logger = log, logger
         self.spam: SpaM | None = None
         self._handles: list[RemovableHandle] = []
         self._steps = 0
@@ -107,6 +115,8 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(found)
             if logs is not None:
                 logs.update(found)
+            if self.logger is not None:
+                self.logger.log(found, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Take the hooks off; the posterior stays."""

@@ -1,0 +1,107 @@
+"""A model card from a run: what the network is, its numbers in a table, its figures, and how to load it."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shaver.io import write_text
+
+README = "README.md"
+FIGURES = "figures"
+
+
+@dataclass(frozen=True)
+class Card:
+    """The parts of a card; :meth:`write` puts it, with its figures, into a hub's folder.
+
+    Example:
+        >>> card = Card("LeNet, 98 % sparse", rows=[{"sparsity": 0.98, "accuracy": 0.989}], figures=["curve.svg"])
+        >>> card.write("folder")
+
+    Attributes:
+        title: The heading.
+        summary: A paragraph: what it was trained on and how it was pruned.
+        rows: The numbers, one dict a row; a column that some rows lack stays empty there.
+        figures: SVG or PNG files; they are copied.
+        training: Facts of the run, such as epochs, learning rate, prior, seconds.
+        usage: Code that loads the network; None is :func:`shaver.integrations.hub.read_folder` with a factory.
+        license: An SPDX name such as ``"apache-2.0"``; None leaves it unsaid.
+        base_model: What was fine-tuned, by its hub name.
+        datasets: Hub names of the data.
+        tags: Further tags.
+    """
+
+    title: str
+    summary: str = ""
+    rows: Sequence[Mapping[str, Any]] = ()
+    figures: Sequence[str | Path] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+    usage: str | None = None
+    license: str | None = None
+    base_model: str | None = None
+    datasets: Sequence[str] = ()
+    tags: Sequence[str] = ()
+
+    def text(self) -> str:
+        """The card in Markdown with the hub's metadata in front."""
+        parts = [self._metadata(), f"# {self.title}"]
+        if self.summary:
+            parts.append(self.summary)
+        if self.rows:
+            parts += ["## Results", markdown_table(self.rows)]
+        parts += [f"![{Path(figure).stem}]({FIGURES}/{Path(figure).name})" for figure in self.figures]
+        if self.training:
+            facts = [{"setting": name, "value": value} for name, value in self.training.items()]
+            parts += ["## Training", markdown_table(facts)]
+        usage = self.usage or _USAGE
+        parts += ["## Use", f"```python\n{usage.strip()}\n```"]
+        return "\n\n".join(parts) + "\n"
+
+    def write(self, folder: str | Path) -> Path:
+        """Write ``README.md`` and copy the figures beside it."""
+        target = Path(folder)
+        missing = [str(figure) for figure in self.figures if not Path(figure).is_file()]
+        if missing:
+            raise FileNotFoundError(f"the card's figure {missing[0]!r} is not there.")
+        for figure in self.figures:
+            (target / FIGURES).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(figure, target / FIGURES / Path(figure).name)
+        write_text(target / README, self.text())
+        return target / README
+
+    def _metadata(self) -> str:
+        """YAML; JSON's strings and lists are YAML's too."""
+        entries: dict[str, Any] = {"library_name": "shaver"}
+        if self.license:
+            entries["license"] = self.license
+        if self.base_model:
+            entries["base_model"] = self.base_model
+        if self.datasets:
+            entries["datasets"] = list(self.datasets)
+        entries["tags"] = ["shaver", "pruning", *self.tags]
+        lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in entries.items()]
+        return "\n".join(["---", *lines, "---"])
+
+
+_USAGE = """
+from shaver.integrations.hub import read_folder
+
+model = read_folder("this folder", factory=...)   # the constructor of the original network
+"""
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a Markdown table; numbers with four digits."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_words(row.get(name, "")) for name in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
