@@ -74,8 +74,9 @@ def sheet_table(sheet: Sheet) -> str:
         names = [f'<th scope="row">{escape(name) if begins or i else ""}</th>' for i, name in enumerate(line.labels)]
         body.append(f"<tr{' class=begins' if begins else ''}>{''.join(names)}{''.join(map(_cell, line.entries))}</tr>")
     return (
+        f'<h3 class="title">{escape(sheet.title)}</h3>'
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(sheet.title, quote=True)}">'
-        f'<table class="sheet"><caption>{escape(sheet.title)}</caption><thead>{over}<tr>{head}</tr></thead>'
+        f'<table class="sheet"><thead>{over}<tr>{head}</tr></thead>'
         f'<tbody>{"".join(body)}</tbody></table></div><p class="note">{escape(sheet.note)}</p>'
     )
 
