@@ -32,6 +32,7 @@ html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
+highlight_language = "text"  # what programs print and what shells run stand in plain fences
 pygments_style = "friendly"
 pygments_dark_style = "native"
 
@@ -44,11 +45,12 @@ copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]  # slow to import, and not ours to document
-napoleon_use_ivar = True  # a class's attributes as a list in its own text, not as entries of their own
+# A class's attributes as a list in its own text, not as entries of their own.
+napoleon_custom_sections = [("Attributes", "params_style")]
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
@@ -74,7 +76,17 @@ def _plain_bars(app: Any, what: str, name: str, obj: object, options: object, li
             lines[i] = "``".join(parts)
 
 
+def _no_type(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Napoleon takes "a: b" in the first line on an attribute for a type and its text; ours is a sentence."""
+    for i, line in enumerate(lines):
+        if what in ("attribute", "data", "property") and line.startswith(":type: "):
+            del lines[i]
+            lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
+            return
+
+
 def setup(app: Any) -> None:
-    """Two small handlers of our own."""
+    """Three small handlers of our own."""
+    app.connect("autodoc-process-docstring", _no_type, priority=600)  # after napoleon
     app.connect("missing-reference", _resolve_face)
     app.connect("autodoc-process-docstring", _plain_bars)

@@ -11,7 +11,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 def blocks() -> list[tuple[str, str]]:
     """Code, and what the page shows below it; empty where it shows nothing."""
-    found = re.findall(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(found) == 6
     return found
 
@@ -43,9 +43,7 @@ def test_the_accuracies_on_the_page_are_those_that_come_out(printed):
     for real, shown in printed:
         for line, promised in zip(real.splitlines(), shown.splitlines(), strict=True):
             if "accuracy" in line:
-                accuracies, expected = (
-                    [float(n) for n in re.findall(r"([\d.]+)%", text)] for text in (line, promised)
-                )
+                accuracies, expected = ([float(n) for n in re.findall(r"([\d.]+)%", text)] for text in (line, promised))
                 # Other processors round otherwise; a network at 95 % that was not made for it is at chance's mercy.
                 slack = [1.5 if e > 90 else 25 for e in expected]
                 assert all(abs(a - e) <= s for a, e, s in zip(accuracies, expected, slack, strict=True)), line
