@@ -183,7 +183,9 @@ def test_times_compare_with_map_and_sizes_stand_side_by_side():
 
 
 def test_two_recipes_for_the_same_network_keep_their_names():
-    found = experiments([*ROWS, *(r | {"recipe": "other"} for r in ROWS)], {"toy": "Toy"})
+    found = experiments(
+        [*ROWS, *(r | {"recipe": "other"} for r in ROWS)], {("toy", "toy"): "Toy", ("other", "toy"): "Toy"}
+    )
     assert [e.title for e in found] == ["Toy (toy)", "Toy (other)"]
     assert experiments(ROWS)[0].title == "FCN on breast cancer"
 

@@ -53,7 +53,7 @@ def read_runs(folders: Sequence[Path]) -> Study:
     scales: dict[str, list[str]] = {}
     sources: list[Source] = []
     histories: list[History] = []
-    titles: dict[str, str] = {}
+    titles: dict[tuple[str, str], str] = {}
     for folder in unique:
         own: list[Row] = load_runs(folder).to_dict("records")
         if not own:
@@ -64,7 +64,8 @@ def read_runs(folders: Sequence[Path]) -> Study:
         source = Source(folder, read_study(folder), tuple(sorted((folder / "pictures").glob("*.svg"))))
         sources.append(source)
         histories += read_histories(folder, source.name)
-        titles |= {task["name"]: task["title"] for task in source.recipe.get("tasks") or () if "title" in task}
+        tasks = source.recipe.get("tasks") or ()
+        titles |= {(source.name, task["name"]): task["title"] for task in tasks if "title" in task}
     if len(scales) > 1:
         what = "; ".join(f"{scale}: {', '.join(where)}" for scale, where in scales.items())
         raise ValueError(f"runs of different scales do not belong in one table ({what}); report them apart.")

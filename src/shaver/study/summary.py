@@ -189,12 +189,12 @@ def in_order(given: Iterable[str], known: Iterable[str] = tuple(CRITERION_NAMES)
     return [name for name in order if name in found] + [name for name in found if name not in order]
 
 
-def experiments(rows: Sequence[Row], titles: Mapping[str, str] | None = None) -> list[Experiment]:
+def experiments(rows: Sequence[Row], titles: Mapping[tuple[str, str], str] | None = None) -> list[Experiment]:
     """Rows of results, sorted into experiments; a title names the recipe only where two would be the same.
 
     Args:
         rows: The tidy rows.
-        titles: Task → title, where a recipe has one; else network and data make it.
+        titles: Recipe and task → title, where there is one; else network and data make it.
 
     Raises:
         ValueError: Two different rows claim to be the same measurement.
@@ -203,7 +203,7 @@ def experiments(rows: Sequence[Row], titles: Mapping[str, str] | None = None) ->
     for row in _unique(rows):
         groups[row["recipe"], task_of(row)].append(row)
     named = {
-        (recipe, task): (titles or {}).get(task) or _title(part[0]["network"], part[0]["data"])
+        (recipe, task): (titles or {}).get((recipe, task)) or _title(part[0]["network"], part[0]["data"])
         for (recipe, task), part in groups.items()
     }
     found = []
