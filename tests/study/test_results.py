@@ -12,7 +12,8 @@ from shaver.study.tables import write_rows
 ROW = {"network": "fcn", "data": "cancer", "method": "map", "prior": "", "structure": "", "source": "", "seed": 0,
        "stage": "posthoc", "criterion": "opd", "sparsity": 0.9, "achieved": 0.9, "accuracy": 1 / 3, "nll": 0.1,
        "ece": 0.1, "brier": 0.1, "log_evidence": float("nan"), "nonzeros": 10, "parameters": 100, "bytes": 60,
-       "flops": 200, "train_seconds": 1.0, "score_seconds": 0.1, "epochs": 3, "code": "00e1", "task": "tiny"}  # fmt: skip
+       "flops": 200, "train_seconds": 1.0, "score_seconds": 0.1, "epochs": 3, "code": "00e1",
+       "task": "tiny"}  # fmt: skip
 
 
 def make_run(folder, states=("done",), recipe="tiny"):
