@@ -22,9 +22,12 @@ from shaver.likelihoods import Classification, get_likelihood
 SAMPLED = ["mlp", "lenet", "tied-language-model", "vision-transformer", "attention-batch-first", "bilinear-form"]
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["side by side", "as it comes by"])
 @pytest.mark.parametrize("loss", ["mean", "scaled"])
-@pytest.mark.parametrize("name", SAMPLED)
-def test_mc_squares_the_gradient_of_drawn_labels(name: str, loss: str):
+@pytest.mark.parametrize("name", [*SAMPLED, "shared-branches", "called-twice", "siblings"])
+def test_mc_squares_the_gradient_of_drawn_labels(monkeypatch: pytest.MonkeyPatch, name: str, loss: str, streamed: bool):
+    if streamed:  # as for networks whose layers' outputs are too many to hold all their gradients
+        monkeypatch.setattr("shaver.curvature.passes.STREAMED", 0)
     case, model, (batch,) = prepare(name)
     with torch.no_grad():
         outputs = forward(case, model, batch)

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from shaver.curvature.capture import Call
 from shaver.curvature.plan import Plan
 from shaver.curvature.reading import read_loss
 from shaver.likelihoods import Classification, Likelihood
+
+#: Numbers in the outputs of all layers beyond which MC does not hold their gradients side by side.
+STREAMED = 2**26
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,15 @@ class Pass:
         self._outputs: Tensor | None = None
         self._edge: GradientEdge | None = None
         self._caught: dict[int, Tensor | None] = {}  # place of the call → gradient, None once it is squared
+        self._streams = self._sampling = False
 
     def attend(self, outputs: Tensor, plan: Plan) -> None:
         """The forward pass is over: hook into the graph, to be there when the backward pass comes by."""
         self._plan, self._outputs, self._edge = plan, outputs.detach(), _before_casts(get_gradient_edge(outputs))
         # before the layers' hooks: the last layer's needs what is read at the outputs
         self._edge.node.register_prehook(self._at_outputs(self._edge.output_nr))
-        if self.look.source == "ef":
+        self._streams = self.look.source == "mc" and sum(call.numel for call in self.calls) > STREAMED
+        if self.look.source == "ef" or self._streams:
             alone = plan.single_uses(self.calls)
             for place, call in enumerate(self.calls):
                 at_once = (call.name, call.parameter) in alone
@@ -102,10 +107,13 @@ class Pass:
             self.backward = True
             gradient = grads[number].detach()
             self._read(self._outputs, gradient)
+            self.cotangent = gradient
             if self.look.source == "mc":
                 self._sample(self._outputs, gradient)
-            else:
-                self.cotangent = gradient
+            self._outputs = None
+            assert self._plan is not None
+            if not (self._plan.generic or self._plan.idle or self._plan.doubted(self.calls, self.count)):
+                self.cotangent = None  # nobody will ask, and with a large vocabulary it is large
 
         return hook
 
@@ -115,6 +123,8 @@ class Pass:
         def hook(grads: tuple[Tensor, ...]) -> None:
             if grads[number] is None or place in self._caught or not self.backward:
                 return
+            if self.look.source == "mc" and not self._sampling:
+                return  # the loss's own gradient, which MC does not ask for
             self._caught[place] = grads[number].detach()
             if at_once:
                 self._square({place: grads[number].detach()})
@@ -142,10 +152,19 @@ class Pass:
         if isinstance(likelihood, Classification):
             drawn.mul_((gradient != 0).any(likelihood.class_dim, keepdim=True))
         self.cotangent = drawn
-        edges = [call.edge for call in self.calls]
-        if edges:
+        # layers that do not fit side by side are squared as the gradient comes by; only where it ends is asked for
+        places = _ends(self._edge.node, self.calls) if self._streams else range(len(self.calls))
+        edges = [self.calls[place].edge for place in places]
+        if not edges:
+            return
+        self._sampling = True
+        try:
             grads = torch.autograd.grad([self._edge], edges, [drawn], retain_graph=True, allow_unused=True)
-            self._square({place: g for place, g in enumerate(grads) if g is not None})
+        finally:
+            self._sampling = False
+        self._caught |= {place: g for place, g in zip(places, grads, strict=True) if place not in self._caught}
+        del grads
+        self.finish()
 
     def _square(self, gradients: dict[int, Tensor]) -> None:
         """Add the squares of per-sample gradients, given the gradients at the outputs of some calls."""
@@ -171,3 +190,22 @@ def _before_casts(edge: GradientEdge) -> GradientEdge:
         node, number = edge.node.next_functions[0]
         edge = GradientEdge(node, number)  # type: ignore[arg-type]
     return edge
+
+
+def _ends(root: Node, calls: list[Call]) -> list[int]:
+    """Places of the calls below which there is no other: a gradient that reaches these passes all the others."""
+    places: dict[Node, list[int]] = {}
+    for place, call in enumerate(calls):
+        places.setdefault(call.edge.node, []).append(place)
+    reaches: dict[Node, bool] = {}  # node → whether a call is below it
+    stack = [(root, False)]
+    while stack:
+        node, is_done = stack.pop()
+        below = [child for child, _ in node.next_functions if child is not None]
+        if is_done:
+            reaches[node] = any(child in places or reaches[child] for child in below)
+        elif node not in reaches:
+            reaches[node] = False
+            stack.append((node, True))
+            stack += [(child, False) for child in below if child not in reaches]
+    return [place for node, those in places.items() if not reaches.get(node, False) for place in those]
