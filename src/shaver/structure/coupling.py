@@ -74,18 +74,29 @@ class Coupling:
         for axis in layer.makes:
             self.frozen[self.probing.range_of(axis)] = True
 
-    def _tables(self, layers: Iterable[Layer]) -> dict[Layer, Tensor]:
-        """Layer → (channels, nodes it reaches): where each arrives. Layers that share no reader are probed at once."""
+    def _tables(self, layers: list[Layer]) -> dict[Layer, Tensor]:
+        """Layer → (channels, nodes it reaches): where each channel arrives."""
+        tables = self._decoded(layers, more=False)
+        # Where channels arrive together, another look tells which of them really do.
+        unclear = [
+            layer for layer, table in tables.items() if (table.sum(0) > 1).any() and code(layer.width, more=True)
+        ]
+        for layer, table in self._decoded(unclear, more=True).items():
+            tables[layer] &= table
+        return tables
+
+    def _decoded(self, layers: list[Layer], more: bool) -> dict[Layer, Tensor]:
+        """Layers that share no reader are probed at once."""
         tables = {}
         for together in _apart(layers, self.reach):
-            digits = {layer: code(layer.width) for layer in together}
+            digits = {layer: code(layer.width, more=more) for layer in together}
             hits: dict[Layer, list[list[Tensor]]] = {layer: [[] for _ in digits[layer]] for layer in together}
-            flat = {layer: [(at, mask) for at, digit in enumerate(digits[layer]) for mask in digit]
-                    for layer in together}  # fmt: skip
-            for tests in zip_longest(*flat.values()):
-                now = {layer: test for layer, test in zip(together, tests, strict=True) if test is not None}
-                reached = self.probing.spread({layer: mask for layer, (_, mask) in now.items()}).reached
-                for layer, (at, _) in now.items():
+            tests = [[(layer, at, mask) for at, digit in enumerate(digits[layer]) for mask in digit]
+                     for layer in together]  # fmt: skip
+            for row in zip_longest(*tests):
+                now = [test for test in row if test is not None]
+                reached = self.probing.spread({layer: mask for layer, _, mask in now}).reached
+                for layer, at, _ in now:
                     hits[layer][at].append(reached[self.reach[layer].reached])
             for layer in together:
                 tables[layer] = decode(digits[layer], hits[layer])
