@@ -1,0 +1,390 @@
+r"""Structured pruning measured: smaller dense networks by every criterion, beside the same widths trained from scratch.
+
+    python benchmarks/structured.py                                    # everything: docs/results/structured.*
+    python benchmarks/structured.py --parts gradual rivals --experiments LeNet/Fashion --seeds 1
+    python benchmarks/structured.py --parts gradual --split valid --name gradual --gradual start=0.1,end=0.6
+
+oneshot  MAP and SpaM (unit and parameter prior), compacted by each criterion at uniform sparsities, before and after
+         fine-tuning.
+scratch  The same widths from fresh weights, trained for as long as the whole pipeline.
+free     A target of FLOPs instead of uniform widths: OPD's widths under each normalisation, fine-tuned.
+gradual  Units fall while SpaM or MAP trains; as many epochs in all as the pipeline.
+rivals   torch-pruning directly, with its L2, Taylor and Hessian importances, at equal FLOPs, fine-tuned.
+speed    ResNet-18 and ViT: compact beside built at those widths, and what round_to buys; alone, after the rest.
+
+Every cell is a process with one torch thread, as many side by side as there are cores; latency is measured at the end,
+when nothing else runs. Trained networks are kept in --runs and used again as long as neither the settings nor the
+library's source have changed; a part that is measured again replaces its rows in the CSV file. The data come from the
+folder in SHAVER_DATA, or are downloaded.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from pruning import digest_of, posterior_of, write
+from spam import EXPERIMENTS, parse_settings
+from structured_report import figure, read, summarise
+from structured_rivals import IMPORTANCES, SAMPLES
+from structured_speed import NETWORKS, speed
+
+PARTS = ("oneshot", "scratch", "free", "gradual", "rivals", "speed")
+CRITERIA = ("opd", "magnitude", "snip", "grasp", "synflow", "random")
+TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SpaM unit": ("spam", {"prior": "unit"}),
+    "SpaM parameter": ("spam", {"prior": "parameter"}),
+    "MAP": ("map", {}),
+}
+SPARSITIES = (0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+#: How many times fewer FLOPs, for the parts that aim at FLOPs.
+RATIOS = (2.5, 4.6, 5.6, 8.0, 11.0, 16.0)
+#: Epochs of training before pruning; another --tune follow it.
+EPOCHS = {"LeNet/Fashion": 10, "LeNet/MNIST": 10, "FCN/MNIST": 10, "FCN/cancer": 100}
+SHOWCASE = "LeNet/Fashion"
+#: Widths whose accuracy from scratch is known from an earlier look.
+KNOWN_WIDTHS = {SHOWCASE: ((2, 8, 30, 20), (2, 5, 24, 17), (1, 4, 24, 17))}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells share."""
+
+    split: str
+    scale: float
+    tune: int
+    tune_lr: float
+    sparsities: tuple[float, ...]
+    tuned: tuple[float, ...]
+    ratios: tuple[float, ...]
+    runs: str
+    digest: str
+
+    def epochs(self, experiment: str) -> int:
+        """Of training, before fine-tuning."""
+        return max(1, round(self.scale * EPOCHS[experiment]))
+
+
+def prepare(setting: Setting, name: str, training: str, seed: int) -> dict[str, Any]:
+    """Data and the trained network of an experiment, from its folder if it was trained before."""
+    import shaver
+
+    found = data_of(setting, name, seed)
+    method, spam = TRAININGS[training]
+    folder = Path(setting.runs) / f"{name}-{training}-{seed}-{setting.digest}".replace("/", "-").replace(" ", "-")
+    found["history"] = shaver.fit(
+        found["model"],
+        found["train"],
+        method=method,
+        epochs=setting.epochs(name),
+        batch_size=EXPERIMENTS[name].batch_size,
+        spam=spam or None,
+        seed=seed,
+        folder=folder,
+    )
+    return found
+
+
+def data_of(setting: Setting, name: str, seed: int) -> dict[str, Any]:
+    """Data and the fresh network of an experiment."""
+    import torch
+
+    import shaver
+
+    torch.set_num_threads(1)
+    experiment = EXPERIMENTS[name]
+    splits = shaver.data.load(
+        experiment.data,
+        seed=seed if experiment.data == "cancer" else 0,
+        valid_fraction=0.1 if setting.split == "valid" else 0.0,
+    )
+    judged = (splits.valid if setting.split == "valid" else splits.test).batches(1000)
+    model = shaver.zoo.build(experiment.network, seed=seed, **dict(experiment.arguments))
+    return {"model": model, "train": splits.train, "judged": judged, "example": next(iter(judged))[0][:2]}
+
+
+def measured(found: dict[str, Any], network: Any) -> Row:
+    """Quality and size of a network, and its widths."""
+    import shaver
+
+    row = {k: v for k, v in shaver.measure.quality(network, found["judged"]).as_dict().items() if k != "count"}
+    cost = shaver.measure.cost(network, found["example"], latency=False)
+    widths = "-".join(map(str, widths_of(found, network)))
+    return row | {"flops": cost.flops, "parameters": cost.parameters, "bytes": cost.bytes_dense, "widths": widths}
+
+
+def widths_of(found: dict[str, Any], network: Any) -> list[int]:
+    """How many units of each group of the whole network are left, whoever removed the others."""
+    from shaver.structure import find_groups
+
+    parameters = dict(network.named_parameters())
+    widths = []
+    for group in find_groups(found["model"], found["example"]).values():
+        piece = next(piece for piece in group.slices if piece.role == "makes" and piece.tensor in parameters)
+        widths.append(parameters[piece.tensor].shape[piece.dim] // piece.index.shape[1])
+    return widths
+
+
+def tune(setting: Setting, found: dict[str, Any], network: Any, name: str, seed: int) -> Row:
+    """Fine-tune by MAP; the measures afterwards."""
+    import shaver
+
+    batch_size = EXPERIMENTS[name].batch_size
+    shaver.fit(network, found["train"], method="map", epochs=setting.tune, lr=setting.tune_lr,
+               batch_size=batch_size, seed=seed)  # fmt: skip
+    return measured(found, network) | {"tuned": setting.tune}
+
+
+def train_cell(setting: Setting, name: str, training: str, seed: int) -> list[Row]:
+    found = prepare(setting, name, training, seed)
+    label = {"part": "oneshot", "experiment": name, "training": training, "seed": seed, "split": setting.split}
+    return [label | {"kind": "dense", "sparsity": 0.0, "tuned": 0} | measured(found, found["model"])]
+
+
+def scores_of(found: dict[str, Any], criterion: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    """Groups and unit scores of the trained network."""
+    import shaver
+    from shaver.structure import find_groups, score_units
+
+    groups = find_groups(found["model"], found["example"])
+    given: dict[str, Any] = {"seed": seed}
+    if "posterior" in shaver.criteria.needs(criterion):
+        given["posterior"] = posterior_of(found)
+    if "batches" in shaver.criteria.needs(criterion):
+        given["batches"] = found["train"].batches(256)
+    return groups, score_units(found["model"], groups, criterion, **given)
+
+
+def oneshot_cell(setting: Setting, name: str, training: str, criterion: str, seed: int) -> list[Row]:
+    """One criterion at each sparsity, the same share of each layer, before and after fine-tuning."""
+    from shaver.structure import choose_units, remove_units
+
+    found = prepare(setting, name, training, seed)
+    groups, scores = scores_of(found, criterion, seed)
+    label = {"part": "oneshot", "experiment": name, "training": training, "kind": criterion, "seed": seed}
+    rows = []
+    for sparsity in setting.sparsities:
+        chosen = choose_units(found["model"], groups, scores, sparsity)
+        small = remove_units(found["model"], groups, chosen.kept, found["example"]).model
+        row = label | {"split": setting.split, "sparsity": sparsity}
+        rows.append(row | {"tuned": 0} | measured(found, small))
+        if setting.tune and sparsity in setting.tuned:
+            rows.append(row | tune(setting, found, small, name, seed))
+    return rows
+
+
+def at_widths(found: dict[str, Any], widths: tuple[int, ...], seed: int) -> Any:
+    """The experiment's network at other widths, with fresh weights."""
+    import torch
+
+    from shaver.structure import find_groups, remove_units
+
+    groups = find_groups(found["model"], found["example"])
+    kept = {g: torch.arange(group.units) < width for (g, group), width in zip(groups.items(), widths, strict=True)}
+    small = remove_units(found["model"], groups, kept, found["example"]).model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in small.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    return small
+
+
+def scratch_cell(setting: Setting, name: str, widths: tuple[int, ...], seed: int) -> list[Row]:
+    """Widths from fresh weights, MAP, for as many epochs as training and fine-tuning take together."""
+    import shaver
+
+    found = data_of(setting, name, seed)
+    small = at_widths(found, widths, seed)
+    epochs = setting.epochs(name) + setting.tune
+    shaver.fit(small, found["train"], method="map", epochs=epochs, batch_size=EXPERIMENTS[name].batch_size, seed=seed)
+    label = {"part": "scratch", "experiment": name, "training": "from scratch", "kind": "from scratch", "seed": seed}
+    return [label | {"split": setting.split, "tuned": setting.tune} | measured(found, small)]
+
+
+def free_cell(setting: Setting, name: str, training: str, how: str, seed: int) -> list[Row]:
+    """OPD down to each share of FLOPs, fine-tuned; ``how`` is the spread, or the normalisation of free widths."""
+    from shaver.structure import choose_units, remove_units
+
+    found = prepare(setting, name, training, seed)
+    groups, scores = scores_of(found, "opd", seed)
+    options = {"spread": "uniform"} if how == "uniform" else {"spread": "global", "normalise": how}
+    label = {"part": "free", "experiment": name, "training": training, "kind": f"opd {how}", "seed": seed}
+    rows = []
+    for ratio in setting.ratios:
+        chosen = choose_units(found["model"], groups, scores, 1 - 1 / ratio, target="flops",
+                              example=found["example"], **options)  # fmt: skip
+        small = remove_units(found["model"], groups, chosen.kept, found["example"]).model
+        row = label | {"split": setting.split, "ratio": ratio}
+        rows.append(row | {"tuned": 0} | measured(found, small))
+        if setting.tune:
+            rows.append(row | tune(setting, found, small, name, seed))
+    return rows
+
+
+def gradual_cell(setting: Setting, name: str, training: str, how: str, ratio: float, seed: int) -> list[Row]:
+    """Units fall while the network trains, for as many epochs as training and fine-tuning take together."""
+    import shaver
+    from shaver.structure import Gradual, compact_with_report
+
+    found = data_of(setting, name, seed)
+    method, spam = TRAININGS[training]
+    settings = parse_settings(how)
+    if method == "spam":  # cells share one string of settings; those of SpaM itself are told apart by their names
+        own = {k: settings.pop(k) for k in list(settings) if k in ("shrink", "freeze", "burn_in", "update", "source")}
+        spam = spam | own
+    gradual = Gradual(1 - 1 / ratio, example=found["example"], target="flops", **settings)
+    history = shaver.fit(
+        found["model"],
+        found["train"],
+        method=method,
+        epochs=setting.epochs(name) + setting.tune,
+        batch_size=EXPERIMENTS[name].batch_size,
+        spam=spam or None,
+        seed=seed,
+        online=gradual,
+    )
+    small = compact_with_report(found["model"], found["example"], masks=history.masks).model
+    label = {"part": "gradual", "experiment": name, "training": training, "kind": f"gradual {how}".strip()}
+    rest = {"seed": seed, "split": setting.split, "ratio": ratio, "tuned": setting.tune}
+    return [label | rest | measured(found, small)]
+
+
+def rivals_cell(setting: Setting, training: str, importance: str, everywhere: bool, seed: int) -> list[Row]:
+    """torch-pruning on the same trained network, to the same FLOPs."""
+    from structured_rivals import pruned
+
+    found = prepare(setting, SHOWCASE, training, seed)
+    batch = next(iter(found["train"].batches(SAMPLES)))
+    kind = f"torch-pruning {importance}{' global' if everywhere else ''}"
+    label = {"part": "rivals", "experiment": SHOWCASE, "training": training, "kind": kind, "seed": seed}
+    rows = []
+    for ratio in setting.ratios:
+        small = pruned(found["model"], importance, 1 / ratio, batch, everywhere=everywhere)
+        row = label | {"split": setting.split, "ratio": ratio}
+        rows.append(row | {"tuned": 0} | measured(found, small))
+        if setting.tune:
+            rows.append(row | tune(setting, found, small, SHOWCASE, seed))
+    return rows
+
+
+def uniform_widths(setting: Setting, name: str) -> list[tuple[int, ...]]:
+    """The widths that the fine-tuned sparsities leave, and those known from before."""
+    import torch
+
+    from shaver.structure import choose_units, find_groups
+
+    found = data_of(setting, name, 0)
+    groups = find_groups(found["model"], found["example"])
+    scores = {g: torch.rand(group.units) for g, group in groups.items()}
+    chosen = [choose_units(found["model"], groups, scores, sparsity).widths for sparsity in setting.tuned]
+    widths = [tuple(after for _, after in by_group.values()) for by_group in chosen]
+    return list(dict.fromkeys([*widths, *KNOWN_WIDTHS.get(name, ())]))
+
+
+def add_latencies(setting: Setting, rows: list[Row]) -> None:
+    """Measure each set of widths once, alone, and write it into all rows that have them."""
+    import shaver
+
+    known: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        key = (row["experiment"], row.get("widths", ""))
+        if not key[1] or "latency_128" in row:
+            continue
+        if key not in known:
+            found = data_of(setting, row["experiment"], 0)
+            network = at_widths(found, tuple(map(int, key[1].split("-"))), 0)
+            cost = shaver.measure.cost(network, found["example"], repeats=20, seconds=1.0)
+            known[key] = {f"latency_{size}": time.median for size, time in cost.latency.items()}
+        row |= known[key]
+
+
+Cell = tuple[Callable[..., list[Row]], tuple[Any, ...]]
+
+
+def cells_of(asked: argparse.Namespace, setting: Setting) -> tuple[list[Cell], list[Cell]]:
+    """Networks to train first, and the cells that use them."""
+    networks: dict[tuple[str, str, int], None] = {}
+    cells: list[Cell] = []
+    for name in asked.experiments:
+        for seed in range(asked.seeds or EXPERIMENTS[name].seeds):
+            for training in asked.trainings:
+                if {"oneshot", "free"} & set(asked.parts) or ("rivals" in asked.parts and name == SHOWCASE):
+                    networks[name, training, seed] = None
+                if "oneshot" in asked.parts:
+                    cells += [(oneshot_cell, (name, training, c, seed)) for c in asked.criteria]
+                if "free" in asked.parts:
+                    hows = ("uniform", "mean", "none", "price")
+                    cells += [(free_cell, (name, training, how, seed)) for how in hows]
+                if "gradual" in asked.parts:
+                    hows = asked.gradual or ["", 'spread="global"', 'spread="global",normalise="none"']
+                    cells += [
+                        (gradual_cell, (name, training, how, ratio, seed)) for how in hows for ratio in setting.ratios
+                    ]
+                if "rivals" in asked.parts and name == SHOWCASE:
+                    cells += [(rivals_cell, (training, i, e, seed)) for i in IMPORTANCES for e in (False, True)]
+            if "scratch" in asked.parts:
+                cells += [(scratch_cell, (name, widths, seed)) for widths in uniform_widths(setting, name)]
+    return [(train_cell, network) for network in networks], cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--experiments", nargs="+", choices=list(EPOCHS), default=list(EPOCHS))
+    parser.add_argument("--trainings", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
+    parser.add_argument("--criteria", nargs="+", default=list(CRITERIA))
+    parser.add_argument("--sparsities", nargs="+", type=float, default=list(SPARSITIES))
+    parser.add_argument("--tuned", nargs="+", type=float, default=[0.6, 0.8, 0.9, 0.95], help="sparsities to fine-tune")
+    parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS), help="times fewer FLOPs")
+    parser.add_argument(
+        "--gradual", action="append", default=[], help="settings of Gradual a=1,b=2; repeat for several"
+    )
+    parser.add_argument("--tune", type=int, default=5, help="epochs of fine-tuning")
+    parser.add_argument("--tune-lr", type=float, default=0.02)
+    parser.add_argument("--split", choices=("test", "valid"), default="test")
+    parser.add_argument("--seeds", type=int, help="instead of three, five for cancer")
+    parser.add_argument("--scale", type=float, default=1.0, help=f"times the epochs of training, {EPOCHS}")
+    parser.add_argument("--name", default="structured")
+    parser.add_argument("--folder", type=Path, default=Path("docs/results"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/structured"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    asked = parser.parse_args()
+    setting = Setting(
+        asked.split, asked.scale, asked.tune, asked.tune_lr, tuple(asked.sparsities), tuple(asked.tuned),
+        tuple(asked.ratios), str(asked.runs), digest_of(asked.split, asked.scale),
+    )  # fmt: skip
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    path = asked.folder / f"{asked.name}.csv"
+    shown = set(asked.experiments) | set(NETWORKS)
+    rows = [row for row in read(path) if row["part"] not in asked.parts or row["experiment"] not in shown]
+    # Two rounds: a network is trained once and then used by several cells.
+    for number_of_round, round_ in enumerate(cells_of(asked, setting)):
+        with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
+            jobs = {pool.submit(function, setting, *args): (function.__name__, *args) for function, args in round_}
+            for number, job in enumerate(as_completed(jobs), 1):
+                if number_of_round or "oneshot" in asked.parts:
+                    rows += job.result()
+                print(f"{number}/{len(jobs)}", *jobs[job], flush=True)
+                if rows:
+                    write(path, rows)
+    add_latencies(setting, [row for row in rows if row["part"] in asked.parts and row["part"] != "speed"])
+    if "speed" in asked.parts:
+        for network in NETWORKS:
+            rows += speed(network, asked.scale)
+            print("speed", network, flush=True)
+    rows.sort(key=lambda row: (PARTS.index(row["part"]), row["experiment"]))
+    write(path, rows)
+    text = summarise(rows)
+    (asked.folder / f"{asked.name}.md").write_text(text, encoding="utf-8")
+    figure(rows, asked.folder / f"{asked.name}.svg")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
