@@ -73,6 +73,8 @@ def test_the_demo_writes_what_it_promises(run):
     assert study["versions"]["torch"] == torch.__version__
     for name in ("figures/accuracy.svg", "figures/accuracy.png", "cost.csv", "report.html"):
         assert (out / name).stat().st_size > 0
+    page, pictures = (out / "report.html").read_text(encoding="utf-8"), list((out / "pictures").glob("*.svg"))
+    assert page.count('<img alt="') == len(pictures) > 0
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.data)

@@ -21,6 +21,7 @@ from shaver.study.demo_compact import show_compact
 from shaver.study.parallel import Report, run_jobs
 from shaver.study.provenance import code_version, machine, versions
 from shaver.study.report import write_report
+from shaver.study.report_options import FORMATS
 from shaver.study.results import COLUMNS
 from shaver.study.summary import METHOD_NAMES
 from shaver.study.sweep import DENSE, SPARSITIES, Row, measure, sweep
@@ -82,8 +83,8 @@ def run_demo(
     """Train, prune and measure; write everything into ``out`` and show tables on the console.
 
     Args:
-        out: The run folder: ``report.html``, ``tables/`` and ``figures/``; ``results.csv`` and ``study.json`` as
-            every study has them; ``cost.csv``; the trained networks with their posteriors in ``models/``, and how
+        out: The run folder: ``report.html``, ``tables/``, ``figures/``, ``pictures/``; ``results.csv`` and
+            ``study.json`` as every study has them; ``cost.csv``; the trained networks with their posteriors in ``models/``, and how
             training went in ``cells/``; a compact one in ``compact/``.
         seed: The first seed; it decides the split, the initial weights and the order of the batches.
         repeats: Seeds in a row; tables and figure show the mean.
@@ -117,9 +118,10 @@ def run_demo(
     write_rows(out / "cost.csv", costs)
     seconds = time.perf_counter() - began
     write_json(out / "study.json", _description(seed, repeats, epochs, processes, seconds, jobs, results))
-    write_report([out], console=console)
+    write_report([out], formats=[name for name in FORMATS if name != "html"], console=console)
     console.print(cost_table(costs))
     show_compact(out, seed=seed, epochs=epochs, console=console)
+    write_report([out], formats=["html"], console=console)  # last: the page has the pictures of the compact network
     return rows
 
 

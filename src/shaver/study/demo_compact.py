@@ -24,7 +24,7 @@ def show_compact(out: Path, *, seed: int, epochs: int | None, console: Console) 
     """Train the digits network with the unit prior, remove units by OPD, and show what is left.
 
     Args:
-        out: The run folder: the small network goes into ``compact/``, pictures into ``figures/``.
+        out: The run folder: the small network goes into ``compact/``, pictures into ``pictures/``.
         seed: Of the data, the weights and training.
         epochs: Instead of 40.
         console: Where the tables appear.
@@ -47,15 +47,15 @@ def show_compact(out: Path, *, seed: int, epochs: int | None, console: Console) 
             f"{100 * WEIGHTS:.0f} % of weights removed": masked,
             f"{100 * SPARSITY:.0f} % of units removed": report.model,
         }
-        figures = out / "figures"
-        figures.mkdir(parents=True, exist_ok=True)
-        filter_bank(states, figures / "filters")
-        layer_bars(states, figures / "layers")
-        precision_histograms({"unit prior": history.posterior.delta()}, model, figures / "precision")
+        pictures = out / "pictures"
+        pictures.mkdir(parents=True, exist_ok=True)
+        filter_bank(states, pictures / "filters")
+        layer_bars(states, pictures / "layers")
+        precision_histograms({"unit prior": history.posterior.delta()}, model, pictures / "precision")
         save(report.model, out / "compact")
     console.print(
         "\nDigits, small CNN with the unit prior, and without most of its units, not fine-tuned", style="bold"
     )
     console.print(str(report.chosen), highlight=False, markup=False)
     console.print(before_and_after(before, after, "digits, test split", smaller=True))
-    console.print(f"The small network is in [bold]{out / 'compact'}[/], its filters in {figures / 'filters.svg'}.")
+    console.print(f"The small network is in [bold]{out / 'compact'}[/], its filters in {pictures / 'filters.svg'}.")
