@@ -102,6 +102,7 @@ def _compression(scale: str) -> Recipe:
 
 
 def _runtime(scale: str) -> Recipe:
+    """Times are those of cells side by side, as always; ``--processes 1`` gives each the machine for itself."""
     tasks = _tasks(scale, "fcn-mnist", "lenet-mnist", "vit-mnist")
     if scale == "cpu":
         tasks = tuple(replace(task, epochs=3, note=f"3 epochs, to time them; {task.note}") for task in tasks)

@@ -66,14 +66,15 @@ _ALL = (
     _cpu(
         "wrn-cifar10", "WRN-16-1 instead of WRN-16-4, 10 of 200 epochs, half of the data",
         {"name": "wrn16_fixup", "widen": 1}, "cifar10", 10, samples=25_000, source="mc",
-        augment=True, temperature=0.2,
+        augment=True, temperature=0.2, epoch_seconds=69.0, pass_seconds=14.0,
     ),
     _cpu(
         "wrn-cifar100", "WRN-16-1 instead of WRN-16-4, 10 of 200 epochs, half of the data",
         {"name": "wrn16_fixup", "widen": 1, "classes": 100}, "cifar100", 10, samples=25_000, source="mc",
         augment=True, temperature=0.2,
     ),
-    _cpu("vit-mnist", "10 of 100 epochs", _VIT, "mnist", 10, optimizer="adam", lr=1e-3, source="mc"),
+    _cpu("vit-mnist", "10 of 100 epochs", _VIT, "mnist", 10, optimizer="adam", lr=1e-3, source="mc",
+         epoch_seconds=25.0, pass_seconds=2.1),
 )  # fmt: skip
 
 #: ``(name, scale) → task``.
