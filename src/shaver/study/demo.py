@@ -84,8 +84,8 @@ def run_demo(
 
     Args:
         out: The run folder: ``report.html``, ``tables/``, ``figures/``, ``pictures/``; ``results.csv`` and
-            ``study.json`` as every study has them; ``cost.csv``; the trained networks with their posteriors in ``models/``, and how
-            training went in ``cells/``; a compact one in ``compact/``.
+            ``study.json`` as every study has them; ``cost.csv``; the trained networks with their posteriors in
+            ``models/``, and how training went in ``cells/``; a compact one in ``compact/``.
         seed: The first seed; it decides the split, the initial weights and the order of the batches.
         repeats: Seeds in a row; tables and figure show the mean.
         epochs: Instead of each task's own number.
