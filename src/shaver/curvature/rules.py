@@ -119,7 +119,7 @@ def _grouped_kernel(module: Any, inputs: Tensor, grads: Tensor) -> Callable[[sli
     if not (
         inputs.device.type == "cpu"
         and inputs.dtype == grads.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and (module.groups, left, top, module.padding_mode) == (1, right, bottom, "zeros")
         and min(out, channels) >= 8
         and module.weight.numel() <= 160_000

@@ -90,7 +90,7 @@ def unpaid(
     kept = torch.ones_like(flat, dtype=torch.bool)
     spent = flat[order].cumsum(0)
     kept[order[spent.isfinite() & (spent <= 0.5 * gamma * budget)]] = False
-    pieces = kept.split([rises[name].numel() for name in names])
+    pieces = torch.split(kept, [rises[name].numel() for name in names])
     return {name: piece.view_as(rises[name]) for name, piece in zip(names, pieces, strict=True)}
 
 
