@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from filelock import FileLock
 
 import shaver
 from shaver.cli import main
@@ -153,10 +154,10 @@ def test_an_expected_time_grows_with_the_grid_and_the_epochs():
 def test_the_list_shows_every_recipe_and_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     folder = tmp_path / "fcn-cancer-cpu"
-    for key, state in (("a", "done"), ("b", "done"), ("c", "failed")):
+    for key, state in (("a", "done"), ("b", "done"), ("c", "failed"), ("e", "running")):
         (folder / "cells" / key).mkdir(parents=True)
         (folder / "cells" / key / "status.json").write_text(json.dumps({"state": state}))
-    (folder / "study.json").write_text(json.dumps({"recipe": {}, "cells": ["a", "b", "c", "d"]}))
+    (folder / "study.json").write_text(json.dumps({"recipe": {}, "cells": ["a", "b", "c", "d", "e"]}))
     (tmp_path / "l1-cpu").mkdir()
     (tmp_path / "l1-cpu" / "study.json").write_text("{")
     assert main(["list", "--runs", str(tmp_path)]) == 0
@@ -164,6 +165,9 @@ def test_the_list_shows_every_recipe_and_how_far_it_is(tmp_path, capsys, monkeyp
     for name in recipe_names():
         assert any(line.split()[:1] == [name] for line in lines), name
     (cancer,) = [line for line in lines if line.split()[:1] == ["fcn-cancer"]]
-    assert "2/4 done, 1 failed" in cancer
+    assert "2/5 done, 1 failed, 1 interrupted" in cancer, "nobody is at work there"
+    with FileLock(folder / ".lock"):
+        assert main(["list", "--runs", str(tmp_path)]) == 0
+    assert "2/5 done, 1 running, 1 failed" in capsys.readouterr().out
     assert "Figure 2" in cancer
     assert any("damaged" in line for line in lines)

@@ -10,6 +10,7 @@ from shaver.study.expected import expected_seconds
 from shaver.study.recipe import SCALES
 from shaver.study.recipes import get_recipe, recipe_names
 from shaver.study.results import read_status, read_study
+from shaver.study.runner import at_work
 
 
 def recipe_table(runs: Path) -> Table:
@@ -41,6 +42,8 @@ def _status(folder: Path, scale: str) -> str:
     except (OSError, ValueError):
         return f"{folder} is damaged"
     states = Counter(read_status(folder / "cells" / key).get("state", "waiting") for key in keys)
+    if states["running"] and not at_work(folder):  # killed before it could say so
+        states["interrupted"] += states.pop("running")
     text = f"{states['done']}/{len(keys)} done"
     text += "".join(f", {states[kind]} {kind}" for kind in ("running", "failed", "interrupted") if states[kind])
     return text if scale == "cpu" else f"paper: {text}"

@@ -28,6 +28,7 @@ from shaver.study.store import is_trained, link
 
 CELLS, NETWORKS = "cells", "networks"
 _SECONDS = 0.2
+_LOCK = ".lock"
 
 
 @dataclass
@@ -227,9 +228,18 @@ def _description(recipe: Recipe, cells: list[Cell]) -> dict[str, Any]:
     }
 
 
+def at_work(folder: Path) -> bool:
+    """Whether some process runs a study in this folder right now."""
+    try:
+        with FileLock(folder / _LOCK).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / _LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:
