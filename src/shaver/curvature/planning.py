@@ -88,8 +88,11 @@ class _Probe:
         self.direction = torch.randn(outputs.shape, generator=generator).to(outputs)
         scalars = (outputs * self.direction).reshape(self.count, -1).sum(1)
         leaves = list(self.weights.values())
-        self._references = [torch.autograd.grad(s, leaves, retain_graph=True, allow_unused=True) for s in scalars]
-        sizes = (float(_rms(r)) for row in self._references for r in row if r is not None)
+        self._references: list[dict[str, Tensor | None]] = [
+            dict(zip(self.weights, torch.autograd.grad(s, leaves, retain_graph=True, allow_unused=True), strict=True))
+            for s in scalars
+        ]
+        sizes = (float(_rms(r)) for row in self._references for r in row.values() if r is not None)
         self.floor = max(sizes, default=0.0)
         edges = [call.edge for call in self.calls]
         grads = torch.autograd.grad(outputs, edges, self.direction, allow_unused=True) if edges else ()
@@ -101,11 +104,10 @@ class _Probe:
 
     def gradients(self, name: str) -> Tensor | None:
         """Autograd's gradients of one parameter, ``(samples, *shape)``; None where there is none."""
-        position = list(self.weights).index(name)
-        rows = [row[position] for row in self._references]
+        rows = [row.pop(name) for row in self._references]  # asked for once: together they are several models
         if all(row is None for row in rows):
             return None
-        return torch.stack([torch.zeros_like(self.weights[name]) if row is None else row for row in rows])
+        return torch.stack([torch.zeros_like(self.weights[name].detach()) if row is None else row for row in rows])
 
     def fitting_rules(self, called: list[tuple[str, str]], expected: Tensor) -> list[Choice] | None:
         """The first combination of rules and layouts, one for each use, whose gradients are autograd's."""
@@ -170,10 +172,19 @@ class _Probe:
         try:
             for choice, own, call, grad in parts:
                 uses.append(choice.rule(call.module, *arranged(call, grad, choice.layout, self.count))[own])
-            found = merge(uses).per_sample(0, self.count)[0]
+            use = merge(uses)
+            missed = size = 0.0
+            for n in range(self.count):  # a vocabulary's gradients are built for one sample at a time
+                found, row = use.per_sample(n, n + 1)[0], expected[n : n + 1]
+                if found.shape != row.shape:
+                    return False
+                missed += float(_squares(found - row.to(found.dtype)))
+                size += float(_squares(row))
         except (RuntimeError, ValueError, IndexError, KeyError, StopIteration, AttributeError, TypeError):
             return False  # the shapes do not fit this layout or rule
-        return self._agree(found, expected)
+        rms = (size / expected.numel()) ** 0.5
+        allowed = _TOLERANCE.get(expected.dtype, 0.2) * (rms + 1e-4 * self.floor)
+        return bool((missed / expected.numel()) ** 0.5 <= allowed)
 
     def vmap_agrees(self, name: str, expected: Tensor) -> bool:
         """Whether the generic rule's vmap gives the per-sample gradients, for one output gradient and for two."""
@@ -267,6 +278,10 @@ def _close(found: Tensor, expected: Tensor, floor: float) -> bool:
         return False
     tolerance = _TOLERANCE.get(expected.dtype, 0.2)
     return bool(_rms(found - expected.to(found.dtype)) <= tolerance * (_rms(expected) + 1e-4 * floor))
+
+
+def _squares(values: Tensor) -> Tensor:
+    return at_least_float32(values).square().sum(dtype=torch.float64)
 
 
 def _rms(values: Tensor) -> Tensor:
