@@ -1,5 +1,6 @@
 """Run by torchrun: every case of ddp_cases, one file of results a rank."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -13,4 +14,9 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 for case in CASES:
     save_tensors(Path(sys.argv[1]) / f"{case}-{dist.get_rank()}.safetensors", run(case, dist.get_rank(), 2))
-dist.destroy_process_group()
+if importlib.util.find_spec("lightning") is not None:
+    from lightning_case import run as run_lightning
+
+    save_tensors(Path(sys.argv[1]) / f"lightning-{dist.get_rank()}.safetensors", run_lightning(2))
+if dist.is_initialized():
+    dist.destroy_process_group()

@@ -8,7 +8,7 @@ from ddp_cases import QUICK, N, blobs, own
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from shaver.integrations.distributed import full_posterior, full_state_dict, prune_sharded
+from shaver.integrations.distributed import full_posterior, full_state_dict, hold_sharded, prune_sharded
 from shaver.spam import SpaM
 
 
@@ -47,7 +47,15 @@ def start(case: str, size: int) -> tuple[nn.Module, SpaM, torch.optim.Optimizer]
     return model, spam, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(model: nn.Module, spam: SpaM, optimizer: torch.optim.Optimizer, rank: int, size: int, epochs: int) -> None:
+def train(
+    model: nn.Module,
+    spam: SpaM,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    size: int,
+    epochs: int,
+    masks: dict[str, Tensor] | None = None,
+) -> None:
     x, y = blobs()
     width = 11 if spam.settings.loss == "auto" else 22  # a mean needs as many samples on every rank
     for _ in range(epochs):
@@ -57,6 +65,8 @@ def train(model: nn.Module, spam: SpaM, optimizer: torch.optim.Optimizer, rank: 
             loss = F.cross_entropy(model(a), b, reduction="sum") * size / len(whole[0])
             loss.backward()
             spam.step(optimizer)
+            if masks is not None:
+                hold_sharded(spam, masks)
 
 
 def run(case: str, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
@@ -73,5 +83,7 @@ def run(case: str, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
     found |= {f"statistics.{n}": torch.tensor([v]) for n, v in numbers.items()}
     masks = prune_sharded(model, spam, 0.6)
     found |= {f"mask.{n}": m.full_tensor() if hasattr(m, "full_tensor") else m for n, m in masks.items()}
+    train(model, spam, optimizer, rank, size, 1, masks)  # fine-tuning: what is gone stays gone
     after = full_posterior(spam).theta
-    return found | {f"pruned.{n}": after[n].clone() for n in masks}
+    assert all(not after[n][~found[f"mask.{n}"]].any() for n in masks)
+    return found | {f"tuned.{n}": after[n].clone() for n in masks}

@@ -47,6 +47,18 @@ def test_mc_draws_other_labels_on_every_rank(results: Path):
     assert not torch.allclose(found["h.0.weight"], alone["h.0.weight"], rtol=1e-3)
 
 
+def test_lightning_s_ranks_are_one_process_too(results: Path):
+    pytest.importorskip("lightning")
+    from lightning_case import run as run_lightning
+
+    alone = run_lightning(1)
+    for rank in (0, 1):
+        found = load_tensors(results / f"lightning-{rank}.safetensors")
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
 def test_data_parallel_is_refused():
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         SpaM(torch.nn.DataParallel(torch.nn.Linear(2, 2)), 10)

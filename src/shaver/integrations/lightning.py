@@ -79,7 +79,7 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
         size = self.data_size or _data_size(trainer)
         steps = self.total_steps or _total_steps(trainer)
         network = self._network(trainer, pl_module)
-        self.spam = SpaM(network, size, total_steps=steps, **self.options)
+        self.spam = SpaM(network, size, total_steps=steps, group=_group(trainer), **self.options)
         if self._waiting is not None:
             self.spam.load_state_dict(self._waiting)
             self._waiting = None
@@ -171,6 +171,18 @@ def _data_size(trainer: Any) -> int:
 def _total_steps(trainer: Any) -> int | None:
     expected = trainer.estimated_stepping_batches
     return int(expected) if math.isfinite(expected) and expected > 0 else None
+
+
+def _group(trainer: Any) -> Any:
+    """The ranks of several processes: each has wrapped the whole module, of which SpaM watches a part."""
+    if trainer.world_size == 1:
+        return None
+    wrapper = trainer.strategy.model
+    if not isinstance(wrapper, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"several processes under {type(trainer.strategy).__name__} are not supported; use strategy='ddp'."
+        )
+    return wrapper.process_group
 
 
 def _scale(trainer: Any) -> float | None:
