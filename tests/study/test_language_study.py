@@ -1,4 +1,4 @@
-"""The language experiments at a tiny size: a local folder of weights, reviews as tokens, training, OPD after the fact."""
+"""The language experiments at a tiny size: a local folder of weights, reviews as tokens, OPD after the fact."""
 
 import os
 from dataclasses import replace
@@ -77,10 +77,10 @@ def test_reviews_become_token_numbers_and_next_words(folder: Path):
     classified = encode(texts, tokenizer, TASK)
     rows = {int(y): x.tolist() for x, y in zip(classified.inputs, classified.targets, strict=True)}
     words = [ids[w] for w in ("[CLS]", "the", "film", "was", "good", "[SEP]")]
-    assert rows[1] == words + [0, 0]
+    assert rows[1] == [*words, 0, 0]
     causal = encode(texts, tokenizer, replace(TASK, causal=True))
     targets = {tuple(x.tolist()): y.tolist() for x, y in zip(causal.inputs, causal.targets, strict=True)}
-    assert targets[tuple(words + [0, 0])] == [*words[1:], -100, -100, -100]
+    assert targets[(*words, 0, 0)] == [*words[1:], -100, -100, -100]
     assert len(encode(some_reviews(), tokenizer, TASK, count=5)) == 5
 
 
