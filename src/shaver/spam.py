@@ -59,7 +59,7 @@ class Settings:
     update: int = 50
     burn_in: float = 0.1
     freeze: float = 0.7
-    shrink: float = 1.0
+    shrink: float = 0.75
     proximal: bool = True
     frequency: int = 1
     method: str = "fixed_point"
