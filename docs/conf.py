@@ -2,11 +2,19 @@
 
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 
 import shaver
+
+# Callbacks are documented without the trainers they belong to, which take long to import.
+for trainer, base in (("lightning.pytorch", "Callback"), ("transformers", "TrainerCallback")):
+    sys.modules[trainer.partition(".")[0]] = ModuleType(trainer.partition(".")[0])
+    sys.modules[trainer] = ModuleType(trainer)
+    setattr(sys.modules[trainer], base, type(base, (), {"__module__": "builtins"}))
+sys.modules["lightning"].pytorch = sys.modules["lightning.pytorch"]  # type: ignore[attr-defined]
 
 project = "shaver"
 author = "the shaver contributors"
@@ -39,6 +47,7 @@ pygments_dark_style = "native"
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_dmath_double_inline = True
+myst_update_mathjax = False  # there is none
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -48,7 +57,6 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]  # slow to import, and not ours to document
 # A class's attributes as a list in its own text, not as entries of their own.
 napoleon_custom_sections = [("Attributes", "params_style")]
 python_maximum_signature_line_length = 88

@@ -17,9 +17,10 @@ data = shaver.data.load("digits")
 x, _ = data.test[:1]
 model = shaver.zoo.build("digits_cnn", seed=0)
 
-# Units are masked along a schedule; the prior has one precision for each unit, which switches whole units off.
+# Units are masked along a schedule, under a prior with one precision for each unit.
 gradual = shaver.structure.Gradual(0.7, example=x, target="flops")
-history = shaver.fit(model, data.train, method="spam", epochs=given.epochs, lr=0.1, batch_size=64, online=gradual)
+settings = {"epochs": given.epochs, "lr": 0.1, "batch_size": 64}
+history = shaver.fit(model, data.train, method="spam", online=gradual, **settings)
 report = shaver.structure.compact_with_report(model, x, masks=history.masks)
 small = report.model
 print(report)

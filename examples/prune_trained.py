@@ -18,7 +18,7 @@ def accuracy(model):
     return shaver.measure.quality(model, data.test.batches(256)).accuracy
 
 
-# MAP training fixed δ at 1, weight decay 1/N; the exact GGN over the training data gives the posterior afterwards.
+# MAP training fixed δ at 1 (weight decay 1/N); the exact GGN gives the posterior afterwards.
 curvature = shaver.curvature.estimate(trained, data.train.batches(128), source="ggn")
 posterior = shaver.Posterior(curvature, 1.0, dict(trained.named_parameters()))
 scores = shaver.score(trained, "opd", posterior=posterior)
