@@ -4,7 +4,7 @@
     python benchmarks/curvature.py --nets lenet --images 60000 --repeats 5
     python benchmarks/curvature.py --scaling                # also the figure of how the cost grows
 
-One process, one thread. A MAP epoch is forward, backward and an SGD step at batch 128. Repeats are interleaved — in
+One process, one thread, in seconds of processor time: other programs count less. A MAP epoch is forward, backward and an SGD step at batch 128. Repeats are interleaved — in
 each, every method runs once, and its time is divided by that repeat's MAP epoch — and the median ratio is shown. Inputs
 and labels are random: the cost does not depend on them. Memory is the rise of the peak resident set (``getrusage``)
 over one batch in a forked child, so it includes what kernels allocate behind torch's back.
@@ -130,7 +130,7 @@ def time_rows(rows: list[Row], batches: Batches, repeats: int, advance: Callable
     for repeat in range(repeats + 1):
         epoch = 0.0
         for row in [row for row in rows if row.run is not _skip]:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 row.run(batches if repeat else batches[:1])  # the first round warms up
             except Exception as problem:
@@ -138,7 +138,7 @@ def time_rows(rows: list[Row], batches: Batches, repeats: int, advance: Callable
                     raise
                 row.run, row.note = _skip, one_line(problem)
                 continue
-            elapsed = time.perf_counter() - start
+            elapsed = time.process_time() - start
             epoch = elapsed if row.library == MAP else epoch
             if repeat:
                 row.seconds.append(elapsed)

@@ -79,10 +79,10 @@ def ratios(setting: Setting, repeats: int) -> list[float]:
     times: list[list[float]] = [[] for _ in jobs]
     for repeat in range(repeats + 1):
         for job, taken in zip(jobs, times, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             job()
             if repeat:  # the first round warms up
-                taken.append(time.perf_counter() - start)
+                taken.append(time.process_time() - start)
     epoch, *others = (statistics.median(taken) for taken in times)
     return [other / epoch for other in others]
 
