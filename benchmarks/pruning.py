@@ -12,16 +12,18 @@ finetune  LeNet/MNIST, MAP and SpaM: every criterion at 90, 95 and 99 %, then MA
 
 Every cell is a process with one torch thread, as many side by side as there are cores. Trained networks are kept in
 --runs and used again as long as neither the settings nor the library's source have changed; a part that is measured
-again replaces its rows in the CSV file. The data come from the folder in SHAVER_DATA, or are downloaded.
+again replaces its rows in the CSV file; --study takes the networks that ``shaver run fcn-cancer`` and its kin trained,
+wherever they fit. The data come from the folder in SHAVER_DATA, or are downloaded.
 """
 
 import argparse
 import csv
 import hashlib
+import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -51,6 +53,7 @@ class Setting:
     runs: str
     budgets: tuple[int, ...]
     digest: str
+    study: tuple[str, ...] = ()
 
 
 def prepare(setting: Setting, name: str, method: str, seed: int) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def prepare(setting: Setting, name: str, method: str, seed: int) -> dict[str, An
     import torch
 
     import shaver
+    from shaver.study.trained import load_trained
 
     torch.set_num_threads(1)
     experiment = EXPERIMENTS[name]
@@ -68,9 +72,26 @@ def prepare(setting: Setting, name: str, method: str, seed: int) -> dict[str, An
     )
     judged = splits.valid if setting.split == "valid" else splits.test
     model = shaver.zoo.build(experiment.network, seed=seed, **dict(experiment.arguments))
+    given = {"train": splits.train, "judged": judged.batches(1000)}
+    for path in studied(setting, name, method, seed):
+        trained = load_trained(path)
+        return given | {"model": trained.model, "posterior": trained.posterior}
     folder = Path(setting.runs) / f"{name.replace('/', '-')}-{method}-{seed}-{setting.digest}"
     history = shaver.fit(model, splits.train, folder=folder, **training(setting, name, method, seed))
-    return {"model": model, "history": history, "train": splits.train, "judged": judged.batches(1000)}
+    return given | {"model": model, "posterior": history.posterior}
+
+
+def studied(setting: Setting, name: str, method: str, seed: int) -> Iterator[Path]:
+    """Networks of this experiment in the folders of a study, trained on all the training data."""
+    task = {"LeNet/Fashion": "lenet-fashion"}.get(name, name.replace("/", "-").lower())
+    prior = "parameter" if method == "spam" else ""
+    for config in (path for folder in setting.study for path in sorted(Path(folder).glob("cells/*/config.json"))):
+        cell = json.loads(config.read_text())
+        labels = cell["training"]["labels"]
+        network = config.with_name("model.safetensors")
+        known = (cell["task"], labels["method"], labels["prior"], labels["seed"], cell["training"]["online"])
+        if known == (task, method, prior, seed, None) and setting.split == "test" and network.exists():
+            yield network
 
 
 def training(setting: Setting, name: str, method: str, seed: int) -> dict[str, Any]:
@@ -100,8 +121,8 @@ def posterior_of(found: dict[str, Any]) -> Any:
     """SpaM's posterior; for MAP one from the curvature afterwards, under its own prior."""
     import shaver
 
-    if found["history"].posterior is not None:
-        return found["history"].posterior
+    if found["posterior"] is not None:
+        return found["posterior"]
     curvature = shaver.curvature.estimate(found["model"], found["train"].batches(256))
     return shaver.Posterior(curvature, 1.0, dict(found["model"].named_parameters()))
 
@@ -313,13 +334,16 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="times the usual 30 epochs, 100 for cancer")
     parser.add_argument("--name", default="pruning")
     parser.add_argument("--folder", type=Path, default=Path("docs/results"))
+    parser.add_argument("--study", nargs="+", default=[], help="run folders of `shaver run` to take networks from")
     parser.add_argument("--runs", type=Path, default=Path("runs/pruning"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     asked = parser.parse_args()
     from shaver import criteria
 
     digest = digest_of(asked.split, asked.scale, asked.set)
-    setting = Setting(asked.split, asked.scale, asked.set, str(asked.runs), tuple(asked.budgets), digest)
+    setting = Setting(
+        asked.split, asked.scale, asked.set, str(asked.runs), tuple(asked.budgets), digest, tuple(asked.study)
+    )
     networks: dict[tuple[str, str, int], None] = {}
     cells: list[tuple[Callable[..., list[Row]], tuple[Any, ...]]] = []
     if "auto" in asked.parts:

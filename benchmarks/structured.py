@@ -77,7 +77,7 @@ def prepare(setting: Setting, name: str, training: str, seed: int) -> dict[str, 
     found = data_of(setting, name, seed)
     method, spam = TRAININGS[training]
     folder = Path(setting.runs) / f"{name}-{training}-{seed}-{setting.digest}".replace("/", "-").replace(" ", "-")
-    found["history"] = shaver.fit(
+    history = shaver.fit(
         found["model"],
         found["train"],
         method=method,
@@ -87,7 +87,7 @@ def prepare(setting: Setting, name: str, training: str, seed: int) -> dict[str, 
         seed=seed,
         folder=folder,
     )
-    return found
+    return found | {"posterior": history.posterior}
 
 
 def data_of(setting: Setting, name: str, seed: int) -> dict[str, Any]:
