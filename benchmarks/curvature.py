@@ -5,8 +5,8 @@
     python benchmarks/curvature.py --scaling                # also the figure of how the cost grows
 
 One process, one thread, in seconds of processor time, which other programs disturb less. A MAP epoch is forward,
-backward and an SGD step at batch 128. Repeats are interleaved — in each, every method runs once, and its time is divided
-by that repeat's MAP epoch — and the median ratio is shown. Inputs and labels are random: the cost does not depend on
+backward and an SGD step at batch 128. Repeats are interleaved — in each, every method runs once, and its time is over
+that repeat's MAP epoch's — and the median ratio is shown. Inputs and labels are random: the cost does not depend on
 them. Memory is the rise of the peak resident set (``getrusage``) over one batch in a forked child, so it includes what
 kernels allocate behind torch's back.
 """
