@@ -54,7 +54,6 @@ copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 # A class's attributes as a list in its own text, not as entries of their own.

@@ -24,5 +24,4 @@ if __name__ == "__main__":  # cells run as processes of their own
         print(f"{cell} failed: {error}")
 
     frame = load_runs(outcome.folder)
-    table = frame.pivot_table(index=["method", "criterion"], columns="sparsity", values="accuracy", aggfunc="mean")
-    print(table.round(4).to_string())
+    print(frame.pivot_table("accuracy", ["method", "criterion"], "sparsity").round(4).to_string())
