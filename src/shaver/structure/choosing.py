@@ -15,6 +15,7 @@ from shaver.structure.targets import TARGETS, Costs, Kept
 
 SPREADS = ("uniform", "global")
 NORMALISATIONS = ("mean", "norm", "price", "none")
+_PRICED = ("parameters", "flops")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Choosing:
         normalise: What makes scores of different groups comparable under ``"global"``. ``"mean"``: relative to the
             mean of the group; ``"norm"``: to the root of its summed squares; ``"price"``: for each parameter or FLOP
             that a unit of the group costs; ``"none"``: as they are, which OPD allows, for it is in nats everywhere.
+            ``None`` is the price where the target has one, and else the mean.
         round_to: Widths become multiples of this, upwards, where the group is wide enough: what hardware likes. A head
             of 64 features is a multiple of 8 already.
         min_units: Each group keeps at least so many (or all it has).
@@ -67,19 +69,21 @@ class Choosing:
 
     target: str = "units"
     spread: str = "uniform"
-    normalise: str = "mean"
+    normalise: str | None = None
     round_to: int = 1
     min_units: int = 1
 
     def __post_init__(self) -> None:
         check_name("target", self.target, TARGETS)
+        if self.normalise is None:
+            object.__setattr__(self, "normalise", "price" if self.target in _PRICED else "mean")
         check_name("spread", self.spread, SPREADS)
-        check_name("normalisation", self.normalise, NORMALISATIONS)
+        check_name("normalisation", str(self.normalise), NORMALISATIONS)
         for name in ("round_to", "min_units"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1, not {value!r}.")
-        if self.normalise == "price" and self.target not in ("parameters", "flops"):
+        if self.normalise == "price" and self.target not in _PRICED:
             raise ValueError(f'normalise="price" goes with target="parameters" or "flops", not {self.target!r}.')
 
 
@@ -215,7 +219,7 @@ def choose_units(
     example: Example | None = None,
     target: str = "units",
     spread: str = "uniform",
-    normalise: str = "mean",
+    normalise: str | None = None,
     round_to: int = 1,
     min_units: int = 1,
 ) -> Chosen:
@@ -239,7 +243,7 @@ def choose_units(
         example: An input, for a target of FLOPs or latency.
         target: See :class:`Choosing`, as for the rest.
         spread: ``"uniform"`` or ``"global"``.
-        normalise: Under ``"global"``: ``"mean"``, ``"norm"``, ``"price"`` or ``"none"``.
+        normalise: Under ``"global"``: ``"mean"``, ``"norm"``, ``"price"``, ``"none"`` or ``None``.
         round_to: Widths become multiples of this.
         min_units: Each group keeps at least so many.
 

@@ -90,7 +90,7 @@ def compact(
         sparsity: The share of the target that goes, in [0, 1).
         target: ``"units"``, ``"parameters"``, ``"flops"`` or ``"latency"``.
         spread: ``"uniform"`` takes the same share of each group, ``"global"`` lets widths come out freely.
-        normalise: Under ``"global"``; see :class:`shaver.structure.Choosing`. ``None`` is ``"mean"``, and ``"none"``
+        normalise: Under ``"global"``; see :class:`shaver.structure.Choosing`, except that ``None`` is ``"none"``
             for SynFlow, whose order of removal is global already.
         round_to: Widths become multiples of this.
         min_units: Each group keeps at least so many units.
@@ -143,8 +143,8 @@ def compact_with_report(
         >>> print(report)                                                                  # doctest: +SKIP
         >>> small = report.model                                                           # doctest: +SKIP
     """
-    if normalise is None:
-        normalise = "none" if criterion == "synflow" else "mean"
+    if normalise is None and criterion == "synflow":
+        normalise = "none"
     how = Choosing(target, spread, normalise, round_to, min_units)
     check_sparsity(sparsity)
     if groups is None:

@@ -57,7 +57,7 @@ class Gradual:
     criterion: str | None = None
     target: str = "units"
     spread: str = "uniform"
-    normalise: str = "mean"
+    normalise: str | None = None
     round_to: int = 1
     min_units: int = 1
     schedule: str | Schedule = "cubic"
