@@ -23,7 +23,7 @@ class Arrivals:
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
         self.sources = [layer for layer in probing.order if layer.sort == "dense"]
-        self.reach = {layer: probing.spread({layer: everything(layer.width)}) for layer in self.sources}
+        self.reach = {layer: probing.reach(layer) for layer in self.sources}
         self.summed = self._sums()
 
     def _sums(self) -> Tensor:
@@ -40,7 +40,7 @@ class Arrivals:
             mute += [Change(axis, everything(size), "zero") for axis, size in self._behind(here & ~several)]
             quiet = probing.run(mute, real=True, keep=True)
             others = [Change(other, everything(other.width), "sway") for other in self.sources if other is not layer]
-            moved = probing.run([*mute, *others], reference=quiet, real=True).reached
+            moved = probing.turns([*mute, *others], reference=quiet, real=True).reached
             silenced |= here & ~moved
         return several & ~silenced
 
@@ -74,7 +74,7 @@ class Arrivals:
             else:
                 others.append(Change(layer, everything(layer.width), "sway"))
         quiet = self.probing.run(mute, real=True, keep=True)
-        moved = self.probing.run([*mute, *others], reference=quiet, batch=batch, real=True).reached
+        moved = self.probing.turns([*mute, *others], reference=quiet, batch=batch, real=True).reached
         return [
             not any(
                 moved[self.probing.range_of((piece.tensor, piece.dim))][piece.index].any()

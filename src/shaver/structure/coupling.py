@@ -41,6 +41,7 @@ class Coupling:
         self.left_out: dict[str, str] = {}
         self.raw: list[Axis] = []
         self.frozen = torch.zeros(probing.size, dtype=torch.bool)
+        self._reached = sum((seen.reached for seen in self.reach.values()), torch.zeros_like(self.frozen))
         self._freeze(residual)
         live = [layer for layer in self.sources if layer.name not in self.left_out]
         edges = [self._own_edges(layer) for layer in self.sources]
@@ -49,6 +50,7 @@ class Coupling:
         self._forbid(self.labels[self.frozen], TIED)
         for layer in live:
             self._all_read(layer)
+            self._evenly_read(layer)
         self._raw_tensors(live)
 
     def _freeze(self, residual: bool) -> None:
@@ -107,6 +109,19 @@ class Coupling:
         own = self.labels[self.probing.range_of(layer.makes[0])]
         if not torch.isin(own, self.labels[self.reach[layer].reached]).all():
             self._forbid(own, "some of its outputs do not arrive at any layer")
+
+    def _evenly_read(self, layer: Layer) -> None:
+        """Leave a layer out if its channels differ in how often they are read, beside positions nobody arrives at.
+
+        Channels may differ, as where code drops a part of some maps; but then every position is some layer's.
+        """
+        own = self.labels[self.probing.range_of(layer.makes[0])]
+        for reader in self.probing.order:
+            for axis in reader.reads:
+                here = self.probing.range_of(axis)
+                times = torch.unique(self.labels[here][torch.isin(self.labels[here], own)], return_counts=True)[1]
+                if len(times.unique()) > 1 and not self._reached[here].all():
+                    self._forbid(own, f"its outputs arrive at some positions of {axis[0]!r} unevenly, at others not")
 
     def _own_edges(self, layer: Layer) -> Tensor:
         """A channel's row in the weight and its bias are one."""

@@ -3,6 +3,10 @@
 Every layer answers from memory with what it returned in one clean pass, so that nothing but the operations *between*
 layers is computed, and a change at one layer's output ends at the inputs of those that read it. Nothing is assumed
 about these operations: reshapes, concatenations, gates, attention and a user's own code are simply executed.
+
+A number that is moved down arrives nowhere behind a ReLU if it was negative before, and one that is not a number does
+not get past code that selects. So a channel's numbers are spoiled in three ways, by turns, until each of them was
+spoiled in each way; one turn will do where every reader sees numbers of all three kinds, as convolutions do.
 """
 
 import time
@@ -17,10 +21,14 @@ from torch import Tensor, nn
 
 from shaver.structure.layers import Axis, Layer, layers_of
 
-How = Literal["spoil", "sway", "up", "down", "zero"]
+How = Literal["spoil", "prick", "sway", "zero"]
 
-#: What is added to the numbers of a channel, in turn.
-_STEPS = {"spoil": (float("nan"), 100.0, -100.0), "sway": (100.0, -100.0), "up": (100.0,), "down": (-100.0,)}
+#: What is added to the numbers of a channel, one after the other and again from the first.
+_STEPS = {
+    "spoil": (float("nan"), 100.0, -100.0),
+    "prick": (float("nan"), 0.0, 0.0),
+    "sway": (100.0, -100.0),
+}
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,8 @@ class Change:
         where: The layer, or the dimension of a parameter or buffer.
         mask: Which channels or positions.
         how: ``"spoil"`` makes a third of the numbers NaN, which travels through all arithmetic, and moves the others
-            far up and down, which gets through where code compares and selects. ``"sway"``, ``"up"`` and ``"down"``
-            only move, ``"zero"`` silences.
+            far up and down, which gets through where code compares and selects. ``"prick"`` leaves these others as
+            they are, ``"sway"`` only moves, ``"zero"`` silences.
     """
 
     where: Layer | Axis
@@ -88,7 +96,9 @@ class Probing:
         self._changes: dict[str, Change] = {}
         self._reference: Pass | None = None
         self._now = Pass(torch.zeros(0))
-        self._real, self._keep, self._few = True, False, False
+        self._real, self._keep, self._turn = True, False, 0
+        self._onward: How = "spoil"
+        self._even: set[Layer] = set()
         self._patched = ExitStack()
 
     def add_nodes(self, axis: Axis) -> None:
@@ -128,6 +138,8 @@ class Probing:
         batch: Any = None,
         real: bool = False,
         keep: bool = False,
+        turn: int = 0,
+        onward: How = "spoil",
     ) -> Pass:
         """One forward pass with some changes, compared with a reference.
 
@@ -137,12 +149,14 @@ class Probing:
             batch: Other inputs than those of the clean pass.
             real: Compute grouped convolutions, instead of spoiling every output of a group that a change reaches.
             keep: What the layers met, so that this pass can be a reference.
+            turn: With which of its steps a change begins at the first number of a channel.
+            onward: What happens to the outputs of a grouped convolution that a change reaches.
         """
         self._passes += 1
         self._calls.clear()
         self._reference = reference or getattr(self, "clean", None)
         self._real = real or self._reference is None
-        self._keep = keep
+        self._keep, self._turn, self._onward = keep, turn, onward
         self._now = Pass(torch.zeros(self.size, dtype=torch.bool))
         self._changes = {change.where.name: change for change in changes if isinstance(change.where, Layer)}
         in_tensors = [change for change in changes if not isinstance(change.where, Layer)]
@@ -153,14 +167,31 @@ class Probing:
             self._now.output = bool(differs(output, self._reference.outputs[0]).any())
         return self._now
 
+    def turns(self, changes: Sequence[Change], **options: Any) -> Pass:
+        """What is reached in any of the passes that together take every number of a change through all its steps."""
+        count = max((len(_STEPS[change.how]) for change in changes if change.how in _STEPS), default=1)
+        passes = [self.run(changes, turn=turn, **options) for turn in range(count)]
+        reached = torch.stack([seen.reached for seen in passes]).any(0)
+        return Pass(reached, any(seen.output for seen in passes))
+
     def spread(self, changes: Mapping[Layer | Axis, Tensor]) -> Pass:
         """Where spoiled channels arrive."""
-        self._few = False
-        seen = self.run([Change(where, mask, "spoil") for where, mask in changes.items()])
-        ways: tuple[How, ...] = ("up", "down") if self._few else ()
-        for how in ways:  # A channel of one or two numbers cannot be spoiled in all ways at once.
-            moved = self.run([Change(where, mask, how) for where, mask in changes.items()])
-            seen = Pass(seen.reached | moved.reached, seen.output or moved.output)
+        spoiled = [Change(where, mask, "spoil") for where, mask in changes.items()]
+        return self.run(spoiled) if changes.keys() <= self._even else self.turns(spoiled)
+
+    def reach(self, layer: Layer) -> Pass:
+        """Where the outputs of a layer arrive; and remember whether its readers see numbers of all kinds in one turn.
+
+        They do if what is not a number arrives everywhere from each third of the numbers: maps that are pooled or read
+        by a convolution. They do not if a map is flattened, so that each of its numbers is read at a place of its own.
+        """
+        seen = self.turns([Change(layer, everything(layer.width), "spoil")])
+        pricks = [Change(layer, everything(layer.width), "prick")]
+        for turn in range(len(_STEPS["prick"])):
+            part = self.run(pricks, turn=turn, onward="prick")
+            if part.output != seen.output or not torch.equal(part.reached, seen.reached):
+                return seen
+        self._even.add(layer)
         return seen
 
     @contextmanager
@@ -241,7 +272,7 @@ class Probing:
             return
         for axis in layer.makes:
             self._now.reached[self.range_of(axis)] |= hit.repeat_interleave(self.nodes[axis][1] // layer.groups)
-        self._apply(output, layer.output_dim, hit.repeat_interleave(layer.width // layer.groups), "spoil")
+        self._apply(output, layer.output_dim, hit.repeat_interleave(layer.width // layer.groups), self._onward)
 
     def _apply(self, tensor: Tensor, dim: int, mask: Tensor, how: How) -> None:
         channels = tensor.movedim(dim, 0)
@@ -250,9 +281,9 @@ class Probing:
         if how == "zero":
             channels[mask] = 0
             return
-        self._few |= how == "spoil" and others.numel() < 3
         count = torch.arange(others.numel(), device=tensor.device).reshape(others.shape)
-        steps = torch.tensor(_STEPS[how], dtype=tensor.dtype, device=tensor.device)[count % len(_STEPS[how])]
+        steps = torch.tensor(_STEPS[how], dtype=tensor.dtype, device=tensor.device)
+        steps = steps[(count + self._turn) % len(steps)]
         # Uneven steps, so that no mean or difference takes them away again.
         channels[mask] += steps * (1 + count.to(tensor.dtype) / others.numel())
 
