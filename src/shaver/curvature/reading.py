@@ -45,15 +45,14 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
         .to(f.dtype if f.element_size() >= 4 else torch.float32)
     )
     f = f.to(g.dtype)
-    if not bool(torch.isfinite(g).all()):
+    low, high = g.amin(1), g.amax(1)  # both carry a NaN along, and neither needs a copy of a large gradient
+    if not bool(torch.isfinite(low + high).all()):
         raise FloatingPointError("the loss's gradient at the outputs holds NaN or infinity.")
-    counted = g.abs().amax(1) > 100 * torch.finfo(g.dtype).tiny  # below, a number has no digits left to read
+    counted = torch.maximum(-low, high) > 100 * torch.finfo(g.dtype).tiny  # below, a number has no digits left to read
     if not bool(counted.any()):
         return None
-    if not bool(counted.all()):
-        f, g = f[counted], g[counted]
     step = max(1, PIECE // f.shape[1])
-    pieces = list(zip(torch.split(f, step), torch.split(g, step), strict=True))
+    pieces = list(zip(*(torch.split(rows, step) for rows in (f, g, counted)), strict=True))
     parts = [_Part.of(*pieces[0])] if len(pieces) == 1 else None  # a large vocabulary is computed twice, not kept
 
     def each() -> Iterator[_Part]:
@@ -61,14 +60,15 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
 
     sums = torch.stack([torch.stack([part.others.sum(dtype=_SUM), part.other_p.sum(dtype=_SUM)]) for part in each()])
     factor = float(torch.div(*sums.sum(0)))
-    missed, nll = torch.zeros((), dtype=_SUM, device=f.device), torch.zeros((), dtype=_SUM, device=f.device)
+    missed, size, nll = torch.zeros(3, dtype=_SUM, device=f.device)
     for part in each():
         missed += (part.others - factor * part.other_p).abs().sum(dtype=_SUM)
         missed += (part.label_gradient - factor * (part.log_p.exp() - 1)).abs().sum(dtype=_SUM)
+        size += part.others.abs().sum(dtype=_SUM) + part.label_gradient.abs().sum(dtype=_SUM)
         nll -= part.log_p.sum(dtype=_SUM)
     is_exact = outputs.element_size() >= 4 and gradient.element_size() >= 4
-    rounding = 4 * torch.finfo(gradient.dtype if is_exact else torch.bfloat16).eps * len(g) * factor
-    allowed = (0.02 if is_exact else 0.1) * float(g.abs().sum(dtype=torch.float64)) + rounding
+    rounding = 4 * torch.finfo(gradient.dtype if is_exact else torch.bfloat16).eps * int(counted.sum()) * factor
+    allowed = (0.02 if is_exact else 0.1) * float(size) + rounding
     if not (factor > 0 and float(missed) <= allowed):  # NaN is neither: a single output has no other class
         raise ValueError(
             "the loss is not a multiple of the cross entropy of the model's outputs (label smoothing, class or "
@@ -88,7 +88,10 @@ class _Part:
     log_p: Tensor
 
     @classmethod
-    def of(cls, f: Tensor, g: Tensor) -> "_Part":
+    def of(cls, f: Tensor, g: Tensor, counted: Tensor) -> "_Part":
+        """From outputs and gradients of the rows that count."""
+        if not bool(counted.all()):
+            f, g = f[counted], g[counted]
         log_p = f.log_softmax(1)
         p = log_p.exp()
         # where 1 − p of the label is rounded to 0, other classes may have a gradient of 0 too: the likeliest is it
