@@ -12,6 +12,13 @@ from silencing import check_units
 from torch import Tensor, nn
 
 from shaver.structure import Group, Groups, find_groups, mask_units, remove_units
+from shaver.structure.arrivals import Arrivals
+from shaver.structure.probing import Change, Probing, everything
+
+
+@pytest.fixture(autouse=True)
+def same_networks() -> None:
+    torch.manual_seed(0)
 
 
 class OwnReLU(nn.Module):
@@ -127,6 +134,22 @@ def test_a_sum_is_one_at_every_place(seed: int) -> None:
     check_compact_equals_masked(model, groups, x)
 
 
+def test_a_sum_is_seen_where_a_relu_hides_what_moves_down() -> None:
+    model, x = shaken(Added()), numbers(1, 1, 5, 5)
+    with Probing(model, model, x, 60.0) as probing, torch.no_grad():
+        assert Arrivals(probing).summed[probing.range_of(("tail.1.weight", 1))].all()
+
+
+def test_a_third_of_the_numbers_stays_a_third_behind_a_grouped_convolution() -> None:
+    model = shaken(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.LeakyReLU(), *flat(4, 9)))
+    with Probing(model, model, numbers(1, 1, 5, 5), 60.0) as probing, torch.no_grad():
+        change = Change(probing.order[0], everything(4), "prick")
+        columns = probing.range_of(("4.weight", 1))
+        thirds = [probing.run([change], turn=turn).reached[columns].reshape(4, 9) for turn in range(3)]
+    assert torch.stack(thirds).sum(0).eq(1).all()
+    assert all(third.sum(1).eq(3).all() for third in thirds)
+
+
 class Halves(nn.Module):
     """The first channels are read at every place, the others at every second one."""
 
@@ -136,8 +159,8 @@ class Halves(nn.Module):
         self.head = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.conv(x))
-        out: Tensor = self.head(F.relu(self.read(torch.cat([x[:, :3].flatten(1), x[:, 3:, ::2].flatten(1)], 1))))
+        x = F.leaky_relu(self.conv(x))
+        out: Tensor = self.head(F.gelu(self.read(torch.cat([x[:, :3].flatten(1), x[:, 3:, ::2].flatten(1)], 1))))
         return out
 
 

@@ -139,7 +139,6 @@ class Probing:
         real: bool = False,
         keep: bool = False,
         turn: int = 0,
-        onward: How = "spoil",
     ) -> Pass:
         """One forward pass with some changes, compared with a reference.
 
@@ -147,16 +146,17 @@ class Probing:
             changes: At most one a layer.
             reference: The clean pass by default.
             batch: Other inputs than those of the clean pass.
-            real: Compute grouped convolutions, instead of spoiling every output of a group that a change reaches.
+            real: Compute grouped convolutions, instead of spoiling (or pricking, where the change does) every output of
+                a group that a change reaches.
             keep: What the layers met, so that this pass can be a reference.
             turn: With which of its steps a change begins at the first number of a channel.
-            onward: What happens to the outputs of a grouped convolution that a change reaches.
         """
         self._passes += 1
         self._calls.clear()
         self._reference = reference or getattr(self, "clean", None)
         self._real = real or self._reference is None
-        self._keep, self._turn, self._onward = keep, turn, onward
+        self._keep, self._turn = keep, turn
+        self._onward = "prick" if any(change.how == "prick" for change in changes) else "spoil"
         self._now = Pass(torch.zeros(self.size, dtype=torch.bool))
         self._changes = {change.where.name: change for change in changes if isinstance(change.where, Layer)}
         in_tensors = [change for change in changes if not isinstance(change.where, Layer)]
@@ -188,7 +188,7 @@ class Probing:
         seen = self.turns([Change(layer, everything(layer.width), "spoil")])
         pricks = [Change(layer, everything(layer.width), "prick")]
         for turn in range(len(_STEPS["prick"])):
-            part = self.run(pricks, turn=turn, onward="prick")
+            part = self.run(pricks, turn=turn)
             if part.output != seen.output or not torch.equal(part.reached, seen.reached):
                 return seen
         self._even.add(layer)
