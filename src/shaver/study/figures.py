@@ -276,7 +276,7 @@ def save_figure(plt: Any, path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _panels(plt: Any, count: int, columns: int = 3, *, sharey: bool = False) -> list[Any]:
-    columns = min(columns, count)
+    columns = 2 if count == 4 else min(columns, count)  # four stand better in a square
     rows = -(-count // columns)
     figure, axes = plt.subplots(
         rows,
