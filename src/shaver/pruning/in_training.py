@@ -42,9 +42,9 @@ class Online:
 
     target: float
     criterion: str | None = None
-    schedule: str | Schedule = "linear"
+    schedule: str | Schedule = "cubic"
     start: float = 0.1
-    end: float = 0.6
+    end: float = 0.5
     every: int = 50
     scope: str = "global"
     cap: float = 1.0
