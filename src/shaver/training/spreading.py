@@ -7,6 +7,8 @@ by its samples, so that parts of unequal size, or a rank with none, give the gra
 import atexit
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -35,7 +37,11 @@ def join(device: torch.device) -> Ranks:
 
 
 def _leave() -> None:
+    """At the end of the process: wait a moment for the others, so that no rank pulls the connection from another."""
     if dist.is_initialized():
+        with suppress(RuntimeError):  # a rank that is gone already, or still busy
+            if dist.get_backend() == "gloo":
+                dist.monitored_barrier(timeout=timedelta(seconds=5))
         dist.destroy_process_group()
 
 
