@@ -25,7 +25,7 @@ from shaver.priors import LOG_BOUNDS, Grouping, make_prior
 from shaver.ranks import Ranks, unwrapped
 from shaver.selection import Selection
 from shaver.shards import check_settings, is_sharded, joined, local, rows_of
-from shaver.stepping import add_prior_gradient, apply_prior, take_step, unscale
+from shaver.stepping import add_prior_gradient, apply_prior, clear_vanished, take_step, unscale
 
 
 @dataclass(frozen=True)
@@ -253,6 +253,8 @@ class SpaM:
     def advance(self, *optimizers: Optimizer) -> None:
         """A step has been taken: count it, and update δ if it is time."""
         self.steps += 1
+        if self.settings.proximal and self.steps % 10 == 0:
+            clear_vanished(self.theta.values())
         if self._watcher is not None and self._due():
             self._update(self._watcher.curvature())
             for optimizer in optimizers:

@@ -1,6 +1,6 @@
 """The prior in an optimizer's step: as a proximal step that is stable for every δ, or as a plain gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from shaver.shards import local
 
 #: A weight that the proximal step makes smaller than this share becomes zero: subnormal numbers slow a CPU down.
 NEGLIGIBLE = 1e-4
+#: Weights below this size become zero now and then, for the same reason: shrinking without a gradient ends there.
+VANISHED = 1e-30
 
 
 @torch.no_grad()
@@ -42,6 +44,14 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
         for factor in factors:
             F.threshold(factor, NEGLIGIBLE, 0.0, inplace=True)
         torch._foreach_mul_([local(p) for p in weights], factors)
+
+
+@torch.no_grad()
+def clear_vanished(weights: Iterable[Tensor]) -> None:
+    """Set weights that have all but vanished to zero."""
+    for weight in weights:
+        own = local(weight)
+        own.masked_fill_(own.abs() < VANISHED, 0.0)
 
 
 def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | Tensor:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import shaver
 from shaver.stepping import add_prior_gradient, apply_prior, effective_step, take_step, unscale
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -253,3 +255,16 @@ def test_gradients_are_unscaled_once():
         torch.testing.assert_close(p.grad, torch.tensor([3.0, 3.0]))
     assert take_step(optimizer, scaler)
     torch.testing.assert_close(p.detach(), torch.tensor([0.7, 1.7]))
+
+
+def test_weights_without_gradient_end_at_zero_and_not_among_subnormal_numbers():
+    """Half of a weight at each step is subnormal after 126 of them, where a processor is many times slower."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    spam = shaver.SpaM(model, 10, initial_precision=100.0, total_steps=1000)
+    for _ in range(150):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.zeros(4, 3)), torch.tensor([0, 1, 0, 1])).backward()
+        spam.step(optimizer)
+    assert torch.equal(model.weight, torch.zeros(2, 3))
+    assert bool((model.bias.abs() >= torch.finfo(torch.float32).tiny).logical_or(model.bias == 0).all())
