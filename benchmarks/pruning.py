@@ -83,7 +83,7 @@ def prepare(setting: Setting, name: str, method: str, seed: int) -> dict[str, An
 
 def studied(setting: Setting, name: str, method: str, seed: int) -> Iterator[Path]:
     """Networks of this experiment in the folders of a study, trained on all the training data."""
-    task = {"LeNet/Fashion": "lenet-fashion"}.get(name, name.replace("/", "-").lower())
+    task = name.replace("/", "-").lower()
     prior = "parameter" if method == "spam" else ""
     for config in (path for folder in setting.study for path in sorted(Path(folder).glob("cells/*/config.json"))):
         cell = json.loads(config.read_text())
