@@ -36,7 +36,7 @@ class Settings:
         source: Where H comes from: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
         online: Learn from training's own passes. False is the paper's way: a pass over the data every ``frequency``
             epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
-        every: Online: look at every so many steps.
+        every: Online: look at every so many steps; at every fourth of those only, while no update of δ is near.
         decay: Online: of the moving average of H, for each look.
         update: Online: steps between two updates of δ.
         burn_in: Share of ``total_steps`` (by epochs: the number of epochs) before the first update of δ.
@@ -87,6 +87,9 @@ class Settings:
                 f"{self.burn_in!r} and {self.freeze!r}."
             )
 
+
+#: While δ burns in or is frozen, looks are so many times rarer: H is wanted at the next update or at the end only.
+IDLE = 4
 
 #: The paper's algorithm: GGN after every epoch, 100 steps of Adam on log δ, the prior as a gradient.
 PAPER = Settings(
@@ -186,6 +189,7 @@ class SpaM:
                 outputs=outputs,
                 ranks=self.ranks,
             )
+            self._set_pace()
 
     # In the loop -----------------------------------------------------------------------------------------------
 
@@ -255,6 +259,7 @@ class SpaM:
         self.steps += 1
         if self.settings.proximal and self.steps % 10 == 0:
             clear_vanished(self.theta.values())
+        self._set_pace()
         if self._watcher is not None and self._due():
             self._update(self._watcher.curvature())
             for optimizer in optimizers:
@@ -297,6 +302,16 @@ class SpaM:
         if self.steps % self.settings.update or not self._watcher.looks or self._frozen():
             return False
         return self.total_steps is None or self.steps > self.settings.burn_in * self.total_steps
+
+    def _set_pace(self) -> None:
+        """Look often while updates of δ are made, and for as long before the first as the average remembers."""
+        if self._watcher is None:
+            return
+        settings, idle = self.settings, self._frozen()
+        if self.total_steps is not None:
+            memory = settings.every / (1 - settings.decay)
+            idle = idle or self.steps < settings.burn_in * self.total_steps - memory
+        self._watcher.every = settings.every * (IDLE if idle else 1)
 
     def _frozen(self) -> bool:
         return self.total_steps is not None and self.steps > self.settings.freeze * self.total_steps
@@ -455,6 +470,7 @@ class SpaM:
         self.likelihood.load_state(state["likelihood"])
         self.steps, self.epochs, self.updates = state["steps"], state["epochs"], state["updates"]
         self._outputs = state["outputs"]
+        self._set_pace()
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:
         """δ of each parameter, made anew when the prior's numbers have been replaced."""

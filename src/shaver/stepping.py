@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from shaver.shards import local
 
@@ -85,12 +85,18 @@ def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
 
 @torch.no_grad()
 def add_prior_gradient(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: float) -> None:
-    """∂/∂θ of ½ · strength · θᵀδθ, added to the gradients before the step: weight decay with a δ for each weight."""
+    """∂/∂θ of ½ · strength · θᵀδθ, added to the gradients before the step: weight decay with a δ for each weight.
+
+    SGD diverges where δ is large for its step size, so there δ counts no further than to where a step ends at zero.
+    Optimizers that normalise their gradients need no such limit.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p in delta and p.grad is not None:
-                gradient = local(p.grad)
-                gradient.add_((delta[p] * local(p)).to(gradient.dtype), alpha=strength)
+                gradient, counted = local(p.grad), delta[p] * strength
+                if isinstance(optimizer, SGD) and (step := effective_step(optimizer, group, p)):
+                    counted.clamp_(max=1.0 / step)
+                gradient.add_((counted * local(p)).to(gradient.dtype))
 
 
 def unscale(optimizer: Optimizer, scaler: Any) -> None:

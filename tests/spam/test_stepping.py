@@ -216,6 +216,17 @@ def test_the_gradient_is_that_of_the_penalised_loss():
         torch.testing.assert_close(p.grad, g)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_gradient_of_a_huge_precision_does_not_diverge(momentum: float):
+    p = weight(1.0, -2.0)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=momentum)
+    for _ in range(300):
+        p.grad = torch.zeros_like(p)
+        add_prior_gradient(optimizer, {p: torch.tensor([1e12, 1e4], dtype=torch.float64)}, 0.01)
+        optimizer.step()
+    assert p.abs().max().item() < 1e-5
+
+
 # A gradient scaler -----------------------------------------------------------------------------------------------
 
 

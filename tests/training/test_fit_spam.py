@@ -66,8 +66,10 @@ def test_own_batches_reach_the_estimate_too():
         assert torch.allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize("seed", [0, 4, 9])  # two of them made the paper's way diverge
 @pytest.mark.parametrize("online", [True, False])
-def test_regression_learns_its_noise(online):
+def test_regression_learns_its_noise(online, seed):
+    torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 6, generator=generator)
     y = x[:, :1] - 2 * x[:, 1:2] + 0.5 * torch.randn(400, 1, generator=generator)
