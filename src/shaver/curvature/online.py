@@ -385,7 +385,7 @@ class OnlineCurvature:
             factor = (scale or 1.0) / (1 if self.loss == "sum" else self._count)
             self._weight *= factor
         unit = factor**2 if self.source == "ef" else 1.0
-        wrong = next((name for name, sums in self._sums.items() if not bool(torch.isfinite(sums.sum()))), None)
+        wrong = next((name for name, sums in self._sums.items() if not math.isfinite(sums.sum())), None)
         if wrong is None and math.isnan(self._weight):
             wrong = next(iter(self.wanted))
         weight = self._weight * self._count / self._weighed if self._weighed else 0.0
@@ -411,9 +411,10 @@ class OnlineCurvature:
         for name in self.wanted:
             if name not in self.average:
                 self.average[name] = self._zeros(name)
-            self.average[name].mul_(self.decay)
-            if name in self._sums:
-                self.average[name].add_(self._sums[name], alpha=share)
+        seen = [name for name in self.wanted if name in self._sums]
+        torch._foreach_mul_(list(self.average.values()), self.decay)
+        if seen:
+            torch._foreach_add_([self.average[n] for n in seen], [self._sums[n] for n in seen], alpha=share)
         self.average_nll = self.decay * self.average_nll + (1 - self.decay) * nll / count
         if weighed:
             self.weight = weight / weighed / (scale or 1.0)

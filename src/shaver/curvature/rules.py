@@ -101,7 +101,9 @@ def convolution(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
 
     own = grads.flatten(-spatial)  # (K, B, …, O, L)
     b = own if own.ndim == 4 else own.flatten(2, -3).transpose(2, 3).flatten(3)
-    built = _grouped_kernel(module, inputs, grads) if spatial == 2 and own.ndim == 4 else None
+    built = None
+    if spatial == 2 and own.ndim == 4:
+        built = _grouped_kernel(module, inputs, grads) or _shifted_rows(module, inputs, grads)
     uses: dict[str, Use] = {"weight": Outer(patches, b, module.weight.shape, module.groups, built=built)}
     if module.bias is not None:
         uses["bias"] = Shift(b, module.groups)
@@ -143,19 +145,53 @@ def _grouped_kernel(module: Any, inputs: Tensor, grads: Tensor) -> Callable[[sli
             count,
             (False, True, False),
         )
-        return cast(Tensor, found)
+        return cast(Tensor, found.view(count, -1, *module.weight.shape[1:]))
 
     return gradients
+
+
+def _shifted_rows(module: Any, inputs: Tensor, grads: Tensor) -> Callable[[slice, Tensor], Tensor] | None:
+    """Per-sample gradients from patches one pixel high, which serve every row of the kernel by a shift.
+
+    The copy is smaller by the kernel's height, the products as many times more: measured 1.2 to 2 times as fast on a
+    CPU, unless they become narrow.
+    """
+    (out, channels), (height, width) = module.weight.shape[:2], module.kernel_size
+    narrow = channels * width < 15 and len(grads) * out > 8
+    if inputs.device.type != "cpu" or module.groups > 1 or module.stride[0] > 1 or height == 1 or narrow:
+        return None
+    rows_out, columns_out = grads.shape[-2:]
+
+    def gradients(piece: slice, rows: Tensor) -> Tensor:
+        images = _padded(module, inputs[piece])
+        count, _, tall, _ = images.shape
+        steps = images.stride()
+        view = images.as_strided(
+            (count, channels, width, tall, columns_out),
+            (*steps[:2], steps[3] * module.dilation[1], steps[2], steps[3] * module.stride[1]),
+        )
+        flat = view.reshape(count, channels * width, tall * columns_out).transpose(1, 2)
+        found = rows.new_empty(height, count, rows.shape[1], channels * width)
+        for row in range(height):
+            start = row * module.dilation[0]
+            torch.bmm(rows, flat[:, start * columns_out : (start + rows_out) * columns_out], out=found[row])
+        return found.view(height, count, -1, channels, width).permute(1, 2, 3, 0, 4)
+
+    return gradients
+
+
+def _padded(module: Any, images: Tensor) -> Tensor:
+    padding = module._reversed_padding_repeated_twice
+    if any(padding):
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        images = F.pad(images, padding, mode=mode)
+    return images.contiguous()
 
 
 def _patches(module: Any, images: Tensor) -> Tensor:
     """``(N, C, *spatial)`` → ``(N, C·kernel, L)``: a strided view and one copy, faster than im2col on the CPU."""
     kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    padding = module._reversed_padding_repeated_twice
-    if any(padding):
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        images = F.pad(images, padding, mode=mode)
-    images = images.contiguous()
+    images = _padded(module, images)
     count, channels, *size = images.shape
     outs = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
     steps = images.stride()[2:]

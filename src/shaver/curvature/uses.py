@@ -89,7 +89,7 @@ class Outer:
         groups: g.
         transposed: The parameter is stored ``(I, O)``.
         built: Where a kernel builds per-sample gradients faster than patches do: a function from a slice of samples and
-            their output gradients ``(n, K·O, T)`` to the gradients, ``n·K·O·I`` numbers in this order.
+            their output gradients ``(n, K·O, T)`` to the gradients ``(n, K·O, *shape[1:])``; without groups.
     """
 
     inputs: Callable[[slice], Tensor]
@@ -132,7 +132,7 @@ class Outer:
         if self.built is not None:
             for piece in self._tiles(columns * outputs * ins):
                 b = torch.cat([grad[:, piece] for grad in grads]).transpose(0, 1)
-                total += self.built(piece, b.flatten(1, 2)).square_().view(-1, g, outs, ins).sum(0)
+                total += self.built(piece, b.flatten(1, 2)).square_().sum(0).reshape(columns, outs, ins).sum(0)
             return self._to_shape(total.flatten(0, 1))
         for piece in self._tiles(columns * outputs * (ins + positions) + g * ins * positions):
             # (n·g, K·O, T) @ (n·g, T, I)
