@@ -31,11 +31,9 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-SPARSITIES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+SPARSITIES = (0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 CRITERIA = ("opd", "magnitude", "grasp", "snip", "random")
 TRAININGS = ("map", "spam", "two-steps")
-#: Samples that SNIP and GraSP see.
-SCORED = 512
 
 
 def cell(task: Any, training: str, seed: int, asked: dict[str, Any]) -> list[dict[str, Any]]:
@@ -63,25 +61,31 @@ def cell(task: Any, training: str, seed: int, asked: dict[str, Any]) -> list[dic
         posterior = after_the_fact(model, train, task, seed=seed)
     elif posterior is None:
         curvature = shaver.curvature.estimate(
-            model, train.batches(task.batch_size), source="ef", max_samples=min(SCORED, len(train))
+            model, train.batches(task.batch_size), source="ef", max_samples=min(asked["scored"], len(train))
         )
         posterior = shaver.Posterior(curvature, 1.0, dict(model.named_parameters()))
     common = {"experiment": task.name, "training": training, "seed": seed, "epochs": task.epochs,
-              "train": len(train), "test": len(test), "train_seconds": round(seconds, 1)}  # fmt: skip
+              "train": len(train), "test": len(test), "scored": min(asked["scored"], len(train)),
+              "train_seconds": round(seconds, 1)}  # fmt: skip
     if asked["structured"]:
         return [common | row for row in structured(model, posterior, train, test, asked)]
     judged = list(test.batches(64))
-    part = shaver.data.InMemory(train.inputs[:SCORED], train.targets[:SCORED], classes=train.classes)
+    few = slice(asked["scored"])
+    part = shaver.data.InMemory(train.inputs[few], train.targets[few], classes=train.classes)
     dense = {key: value.clone() for key, value in model.state_dict().items()}
-    rows = []
+    unpruned = shaver.measure.quality(model, judged).as_dict()
+    rows: list[dict[str, Any]] = []
     for criterion in CRITERIA if training != "two-steps" else ("opd",):
         given: dict[str, Any] = {"batches": part.batches(8)} if criterion in ("snip", "grasp") else {}
         scores = shaver.score(model, criterion, posterior=posterior, seed=seed, **given)
+        rows.append(common | {"criterion": criterion, "sparsity": 0.0} | unpruned)
         for sparsity in asked["sparsities"]:
             shaver.prune(model, scores, sparsity)
             found = shaver.measure.quality(model, judged).as_dict()
             model.load_state_dict(dense)
             rows.append(common | {"criterion": criterion, "sparsity": sparsity} | found)
+        # what a run that is cut short leaves behind
+        write(rows, folder / f"{training}.csv")
     return rows
 
 
@@ -176,6 +180,14 @@ def memory(batch: int, length: int, steps: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    """All rows so far as a CSV."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 # Tables and figures ---------------------------------------------------------------------------------------------
 
 
@@ -245,6 +257,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, help="instead of the experiment's own")
     parser.add_argument("--steps", type=int, help="train on so many batches an epoch only, to see that all works")
     parser.add_argument("--sparsities", type=float, nargs="+", default=list(SPARSITIES))
+    parser.add_argument("--scored", type=int, default=512, help="training reviews that SNIP, GraSP and curvature see")
     parser.add_argument("--structured", action="store_true", help="heads and widths instead of single weights")
     parser.add_argument("--memory", action="store_true", help="only the memory of steps at GPT-2's size")
     parser.add_argument("--memory-batch", type=int, nargs=2, default=(8, 256), metavar=("SAMPLES", "TOKENS"))
@@ -279,10 +292,7 @@ def main() -> None:
                 rows += future.result()
                 task, training, seed = futures[future]
                 print(f"{task.name}, {training}, seed {seed}: {rows[-1]['train_seconds']} s of training", flush=True)
-                with open(out, "w", newline="", encoding="utf-8") as file:
-                    writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
-                    writer.writeheader()
-                    writer.writerows(rows)
+                write(rows, out)
     text = table(rows)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     figure(rows, out.with_suffix(".svg"))
