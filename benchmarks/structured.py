@@ -10,12 +10,12 @@ scratch  The same widths from fresh weights, trained for as long as the whole pi
 free     A target of FLOPs instead of uniform widths: OPD's widths under each normalisation, fine-tuned.
 gradual  Units fall while SpaM or MAP trains; as many epochs in all as the pipeline.
 rivals   torch-pruning directly, with its L2, Taylor and Hessian importances, at equal FLOPs, fine-tuned.
+latency  Of every set of widths in the table; alone, after the rest.
 speed    ResNet-18 and ViT: compact beside built at those widths, and what round_to buys; alone, after the rest.
 
-Every cell is a process with one torch thread, as many side by side as there are cores; latency is measured at the end,
-when nothing else runs. Trained networks are kept in --runs and used again as long as neither the settings nor the
-library's source have changed; a part that is measured again replaces its rows in the CSV file. The data come from the
-folder in SHAVER_DATA, or are downloaded.
+Every cell is a process with one torch thread, as many side by side as there are cores. Trained networks are kept in
+--runs and used again as long as neither the settings nor the library's source have changed. Calls add up in one CSV
+file; what is measured again replaces what was there. The data come from the folder in SHAVER_DATA, or are downloaded.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from typing import Any
 
 from pruning import digest_of, posterior_of, write
 from spam import EXPERIMENTS, parse_settings
-from structured_report import figure, read, summarise
+from structured_report import figure, read, summarise, tidy
 from structured_rivals import IMPORTANCES, SAMPLES
 from structured_speed import NETWORKS, speed
 
-PARTS = ("oneshot", "scratch", "free", "gradual", "rivals", "speed")
+PARTS = ("oneshot", "scratch", "free", "gradual", "rivals", "latency", "speed")
 CRITERIA = ("opd", "magnitude", "snip", "grasp", "synflow", "random")
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "SpaM unit": ("spam", {"prior": "unit"}),
@@ -264,8 +264,7 @@ def rivals_cell(setting: Setting, training: str, importance: str, everywhere: bo
     kind = f"torch-pruning {importance}{' global' if everywhere else ''}"
     label = {"part": "rivals", "experiment": SHOWCASE, "training": training, "kind": kind, "seed": seed}
     rows = []
-    for ratio in setting.ratios:
-        small = pruned(found["model"], importance, 1 / ratio, batch, everywhere=everywhere)
+    for ratio, small in pruned(found["model"], importance, setting.ratios, batch, everywhere=everywhere):
         row = label | {"split": setting.split, "ratio": ratio}
         rows.append(row | {"tuned": 0} | measured(found, small))
         if setting.tune:
@@ -292,16 +291,20 @@ def add_latencies(setting: Setting, rows: list[Row]) -> None:
     import shaver
 
     known: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        key = (row["experiment"], row.get("widths", ""))
-        if not key[1] or "latency_128" in row:
-            continue
+    for row in (row for row in rows if "widths" in row):
+        key = (row["experiment"], row["widths"])
         if key not in known:
             found = data_of(setting, row["experiment"], 0)
             network = at_widths(found, tuple(map(int, key[1].split("-"))), 0)
             cost = shaver.measure.cost(network, found["example"], repeats=20, seconds=1.0)
             known[key] = {f"latency_{size}": time.median for size, time in cost.latency.items()}
         row |= known[key]
+
+
+def identity(row: Row) -> tuple[Any, ...]:
+    """What a row is about: two with the same identity measure the same."""
+    keys = ("part", "experiment", "training", "kind", "seed", "split", "sparsity", "round_to", "ratio", "tuned")
+    return (*(row.get(key) for key in keys), row["widths"] if row["part"] == "scratch" else None)
 
 
 Cell = tuple[Callable[..., list[Row]], tuple[Any, ...]]
@@ -361,28 +364,28 @@ def main() -> None:
     )  # fmt: skip
     asked.folder.mkdir(parents=True, exist_ok=True)
     path = asked.folder / f"{asked.name}.csv"
-    shown = set(asked.experiments) | set(NETWORKS)
-    rows = [row for row in read(path) if row["part"] not in asked.parts or row["experiment"] not in shown]
+    rows = {identity(row): row for row in read(path)}
     # Two rounds: a network is trained once and then used by several cells.
     for number_of_round, round_ in enumerate(cells_of(asked, setting)):
         with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
             jobs = {pool.submit(function, setting, *args): (function.__name__, *args) for function, args in round_}
             for number, job in enumerate(as_completed(jobs), 1):
                 if number_of_round or "oneshot" in asked.parts:
-                    rows += job.result()
+                    rows |= {identity(row): row for row in job.result()}
                 print(f"{number}/{len(jobs)}", *jobs[job], flush=True)
                 if rows:
-                    write(path, rows)
-    add_latencies(setting, [row for row in rows if row["part"] in asked.parts and row["part"] != "speed"])
+                    write(path, tidy(rows.values()))
     if "speed" in asked.parts:
         for network in NETWORKS:
-            rows += speed(network, asked.scale)
+            rows |= {identity(row): row for row in speed(network, asked.scale)}
             print("speed", network, flush=True)
-    rows.sort(key=lambda row: (PARTS.index(row["part"]), row["experiment"]))
-    write(path, rows)
-    text = summarise(rows)
-    (asked.folder / f"{asked.name}.md").write_text(text, encoding="utf-8")
-    figure(rows, asked.folder / f"{asked.name}.svg")
+    table = sorted(rows.values(), key=lambda row: (PARTS.index(row["part"]), row["experiment"]))
+    if "latency" in asked.parts:
+        add_latencies(setting, table)
+    write(path, tidy(table))
+    text = summarise(table)
+    (asked.folder / f"{asked.name}-tables.md").write_text(text, encoding="utf-8")
+    figure(table, asked.folder / f"{asked.name}.svg")
     print(text)
 
 

@@ -3,7 +3,7 @@
 import csv
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ def read(path: Path) -> list[Row]:
         return []
     with open(path, newline="") as file:
         return [{k: _value(k, v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+
+
+def tidy(rows: Iterable[Row]) -> list[Row]:
+    """Six digits are more than what was measured."""
+    return [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
 
 
 def _value(key: str, text: str) -> Any:
