@@ -241,7 +241,7 @@ def main() -> None:
     trainings: list[tuple[str, str, dict[str, Any]]] = [("map", "MAP", {})]
     trainings += [("spam", f"SpaM {text}".strip(), parse_settings(text)) for text in asked.set or [""]]
     if asked.paper:
-        from shaver.spam import PAPER
+        from shaver.settings import PAPER
 
         # Adam, as in the paper: its explicit gradient of the prior diverges under SGD where lr · δ/N > 2
         trainings.append(("spam", "paper, GGN", {"settings": PAPER, "optimizer": "adam"}))

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shaver
-from shaver.spam import PAPER, SpaM
+from shaver.settings import PAPER
+from shaver.spam import SpaM
 
 N = 44
 QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3}

@@ -11,7 +11,8 @@ from toys import QUICK, N, assert_close, blobs, conv, images, mlp, sgd, split, t
 from shaver.curvature import estimate
 from shaver.evidence import log_evidence, optimal_precision
 from shaver.priors import LOG_BOUNDS
-from shaver.spam import PAPER, Settings, SpaM
+from shaver.settings import PAPER, Settings
+from shaver.spam import SpaM
 
 PRIORS = ["scalar", "layer", "unit", "parameter"]
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from toys import QUICK, N, assert_close, blobs, mlp, sgd, split, weights
 
-from shaver.spam import Settings, SpaM
+from shaver.settings import Settings
+from shaver.spam import SpaM
 
 
 class Problem:

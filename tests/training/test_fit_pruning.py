@@ -8,7 +8,7 @@ import shaver
 from shaver.evidence import Posterior
 from shaver.io import load_state
 from shaver.pruning import Masks, Online, linear, prune
-from shaver.spam import PAPER
+from shaver.settings import PAPER
 from shaver.training import Options, fit
 
 QUICK = {"every": 3, "update": 6, "shrink": 0.5}

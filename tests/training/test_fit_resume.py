@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shaver.data import InMemory
 from shaver.io import load_state
 from shaver.likelihoods import Classification
-from shaver.spam import PAPER
+from shaver.settings import PAPER
 from shaver.training import Options, fit
 
 KILLER = '''

@@ -9,7 +9,8 @@ from torch import nn
 
 from shaver.criteria import score
 from shaver.evidence import Posterior
-from shaver.spam import PAPER, SpaM
+from shaver.settings import PAPER
+from shaver.spam import SpaM
 from shaver.training import Diverged, Options, fit
 
 QUICK = {"every": 3, "update": 12, "shrink": 0.0}

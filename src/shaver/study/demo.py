@@ -16,7 +16,7 @@ from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.io import load_state, save_state, write_json
 from shaver.pruning import prune
-from shaver.spam import Settings
+from shaver.settings import Settings
 from shaver.study.demo_compact import show_compact
 from shaver.study.parallel import Report, run_jobs
 from shaver.study.provenance import code_version, machine, versions

@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,11 +14,12 @@ from shaver.data import Splits
 from shaver.measure import cost, latency, quality
 from shaver.pruning import Pruned, prune
 from shaver.study.grid import Cell
-from shaver.study.store import Report, Trained
+from shaver.study.language import Reviews, after_the_fact
+from shaver.study.store import Report, Trained, scored_batches
 from shaver.study.sweep import DENSE, Row
 from shaver.training import Options, fit
 
-#: Samples of a call whose latency is measured.
+#: Samples of a call whose latency is measured; of texts, one.
 LATENCY_BATCH = 128
 
 
@@ -43,6 +45,8 @@ def evaluate(
         if not skip:
             yield [_online_row(cell, trained, data)]
         return
+    if stage.name == "two-steps":
+        trained = _after_two_steps(cell, trained, data)
     if DENSE not in skip:
         report("measuring the dense network", 0, len(stage.criteria))
         yield [dense_row(trained, data)]
@@ -75,7 +79,7 @@ def dense_row(trained: Trained, data: Splits) -> Row:
 def timed_scores(cell: Cell, trained: Trained, data: Splits, criterion: str) -> tuple[dict[str, Tensor], float]:
     """The scores and the seconds they took, with the curvature estimate where only scoring needed it."""
     began = time.perf_counter()
-    batches = data.train.batches(256, augment=False)
+    batches = scored_batches(data)
     seed = cell.training.fit["seed"]
     scores = score(trained.model, criterion, posterior=trained.posterior, batches=batches, seed=seed)
     seconds = time.perf_counter() - began
@@ -99,14 +103,16 @@ def measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
     ``bytes`` are those of the smallest way to store the network, ``flops`` those that it executes: masked weights are
     stored for nothing and multiplied all the same. ``flops_sparse`` counts the multiplications with non-zero weights.
     """
-    found = quality(network, data.test.batches(1000)).as_dict()
+    texts = isinstance(data, Reviews)
+    found = quality(network, data.test.batches(64 if texts else 1000)).as_dict()
     example = data.test[:1][0]
     costs = cost(network, example, latency=False)
     row: Row = {name: found[name] for name in ("accuracy", "nll", "ece", "brier")}
     row |= {"nonzeros": costs.nonzeros, "parameters": costs.parameters, "bytes": costs.bytes_sparse}
     row |= {"flops": costs.flops, "bytes_dense": costs.bytes_dense, "flops_sparse": costs.flops_sparse}
     if timed:
-        row["latency_ms"] = 1000 * latency(network, example, batch_size=LATENCY_BATCH, seconds=2.0).median
+        size = 1 if texts else LATENCY_BATCH
+        row["latency_ms"] = 1000 * latency(network, example, batch_size=size, seconds=2.0).median
     return row
 
 
@@ -115,6 +121,15 @@ def log_evidence(trained: Trained) -> float:
     if "l1" in trained.facts or not math.isfinite(trained.posterior.curvature.log_likelihood):
         return math.nan
     return trained.posterior.log_evidence
+
+
+def _after_two_steps(cell: Cell, trained: Trained, data: Splits) -> Trained:
+    """The same network with the posterior that SpaM learns from it afterwards."""
+    began = time.perf_counter()
+    options = cell.training.fit
+    posterior = after_the_fact(trained.model, data.train, batch_size=options["batch_size"], seed=options["seed"])
+    facts = trained.facts | {"posterior_seconds": time.perf_counter() - began}
+    return replace(trained, posterior=posterior, facts=facts)
 
 
 def _online_row(cell: Cell, trained: Trained, data: Splits) -> Row:

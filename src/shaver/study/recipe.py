@@ -13,7 +13,7 @@ PRIORS = ("parameter", "unit", "layer", "scalar")
 #: Structure and source of SpaM's curvature. Diagonal MC and EF come from training's own passes at ``cpu`` scale;
 #: the others, and all at ``paper`` scale, are estimated between epochs.
 CURVATURES = ("diag-mc", "diag-ef", "diag-ggn", "kron-mc", "kron-ef", "kron-ggn")
-STAGES = ("posthoc", "finetuned", "online", "structured")
+STAGES = ("posthoc", "finetuned", "online", "structured", "two-steps")
 #: The paper's ten sparsities, and three beyond.
 SPARSITIES = (0.20, 0.40, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.97, 0.98, 0.99, 0.995)
 #: Every registered criterion, in the order of the tables.
@@ -26,7 +26,8 @@ class Stage:
 
     Attributes:
         name: ``"posthoc"`` (after training, no more), ``"finetuned"`` (then trained on with the masks held),
-            ``"online"`` (while training, one training for each sparsity), ``"structured"`` (whole units, compacted).
+            ``"online"`` (while training, one training for each sparsity), ``"structured"`` (whole units, compacted),
+            ``"two-steps"`` (MAP networks, by the posterior of two SpaM steps after training).
         criteria: Which criteria; online pruning has its own (OPD with SpaM, else magnitude).
         sparsities: Shares to remove.
         epochs: Of fine-tuning, at the task's learning rate divided by 10.
@@ -56,7 +57,7 @@ class Task:
         title: For people.
         scale: ``"cpu"`` or ``"paper"``.
         note: What is smaller than in the paper; empty at ``paper`` scale.
-        network: Name and options for :func:`shaver.zoo.build`.
+        network: Name and options for :func:`shaver.study.language.build_network`.
         data: Name for :func:`shaver.data.load`.
         samples: Train on so many samples, drawn once; ``None`` is all.
         augment: Shift and mirror training images.
@@ -70,6 +71,10 @@ class Task:
         frequency: Epochs between two of them.
         epoch_seconds: One MAP epoch on one core of the machine that ``shaver list`` speaks of; 0 is unknown.
         pass_seconds: One pass over the test data there.
+        length: Tokens of a text that are read; ``None`` for data that are no texts.
+        test_samples: Texts to judge by, drawn once; ``None`` is all.
+        scored: Training texts that are seen by SNIP, GraSP and a curvature estimate after training.
+        spam: Further options of SpaM, for trainings much shorter or longer than those its defaults are made for.
     """
 
     name: str
@@ -90,12 +95,16 @@ class Task:
     frequency: int = 1
     epoch_seconds: float = 0.0
     pass_seconds: float = 0.0
+    length: int | None = None
+    test_samples: int | None = None
+    scored: int = 512
+    spam: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name("scale", self.scale, SCALES)
         check_name("optimizer", self.optimizer, ("sgd", "adam", "adamw"))
         check_name("source", self.source, ("ggn", "ef", "mc"))
-        for name in ("epochs", "batch_size", "samples", "frequency"):
+        for name in ("epochs", "batch_size", "samples", "frequency", "length", "test_samples", "scored"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, not {value}.")
@@ -155,6 +164,8 @@ class Recipe:
             )
         if not self.tasks or not self.stages:
             raise ValueError(f"recipe {self.name!r} needs at least one task and one stage.")
+        if "l1" in self.methods and any(task.length for task in self.tasks):
+            raise ValueError(f"recipe {self.name!r} trains language models, which is done by map and spam, not by l1.")
 
     @property
     def note(self) -> str:
@@ -167,7 +178,8 @@ class Recipe:
 
         Args:
             given: Fields of :class:`Recipe`; fields of :class:`Task` (``epochs``, ``batch_size``, ``optimizer``,
-                ``lr``, ``samples``), for every task; ``criteria`` and ``sparsities``, for every stage;
+                ``lr``, ``samples``), for every task; ``length``, ``test_samples``, ``scored``, ``weights`` and
+                ``vocabularies`` (folders), for language models; ``criteria`` and ``sparsities``, for every stage;
                 ``tuning_epochs``; and ``tasks`` and ``stages`` by name, which choose among the recipe's own.
 
         Raises:
@@ -179,7 +191,13 @@ class Recipe:
             tasks = _choose("task", given.pop("tasks"), tasks, self.name)
         if "stages" in given:
             stages = _choose("stage", given.pop("stages"), stages, self.name)
-        of_task = {key: given.pop(key) for key in _TASK_SETTINGS if key in given}
+        of_text = {key: given[key] for key in (*_TEXT_SETTINGS, *_FOLDERS) if key in given}
+        if of_text and not all(task.length for task in tasks):
+            raise ValueError(f"recipe {self.name!r} reads no texts, so {', '.join(of_text)} has no effect.")
+        folders = {key: str(given.pop(key)) for key in _FOLDERS if key in given}
+        if folders:
+            tasks = tuple(_with_folders(task, folders) for task in tasks)
+        of_task = {key: given.pop(key) for key in (*_TASK_SETTINGS, *_TEXT_SETTINGS) if key in given}
         if of_task:
             tasks = tuple(replace(task, **of_task, note=_noted(task, of_task)) for task in tasks)
         of_stage: dict[str, Any] = {key: tuple(given.pop(key)) for key in ("criteria", "sparsities") if key in given}
@@ -191,7 +209,8 @@ class Recipe:
             stages = tuple(replace(s, epochs=tuning) if s.epochs else s for s in stages)
         own = ("methods", "priors", "curvatures", "seeds", "first_seed", "curves")
         for name in given:
-            check_name("setting", name, [*own, *_TASK_SETTINGS, "criteria", "sparsities", "tasks", "stages"])
+            known = [*own, *_TASK_SETTINGS, *_TEXT_SETTINGS, *_FOLDERS, "criteria", "sparsities", "tasks", "stages"]
+            check_name("setting", name, known)
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
         }
@@ -218,12 +237,23 @@ class Recipe:
 
 
 _TASK_SETTINGS = ("epochs", "batch_size", "optimizer", "lr", "samples")
+_TEXT_SETTINGS = ("length", "test_samples", "scored")
+_FOLDERS = ("weights", "vocabularies")
+_PRETRAINED = ("distilbert", "gpt2")
 
 
 def _noted(task: Task, changed: dict[str, Any]) -> str:
     """The note with what the command line changed, so that no output hides it."""
     parts = [f"{name}={value}" for name, value in changed.items() if getattr(task, name) != value]
     return ", ".join(filter(None, [task.note, *parts]))
+
+
+def _with_folders(task: Task, folders: dict[str, str]) -> Task:
+    """The task with local folders; a network that should be pretrained and is not says so."""
+    network = {**task.network, **folders}
+    untrained = network["name"] in _PRETRAINED and "weights" not in network
+    note = ", ".join(filter(None, [task.note, "random instead of pretrained weights"])) if untrained else task.note
+    return replace(task, network=network, note=note)
 
 
 def _choose(kind: str, wanted: Iterable[str], among: tuple[Any, ...], recipe: str) -> tuple[Any, ...]:

@@ -3,8 +3,6 @@
 Several share their trained networks: ``uncertainty`` reads the same rows as the unstructured recipes, ``priors``
 contains their parameter-wise column, and ``curves`` their histories. Cells are found again by what they contain, so
 whatever one recipe has trained, the next one takes over.
-
-Experiments on language models belong beside these: a task whose network and data come from ``shaver.integrations``.
 """
 
 from collections.abc import Callable
@@ -20,6 +18,10 @@ _FEW_SPARSITIES = (0.80, 0.90, 0.95, 0.98, 0.99)
 _STRUCTURED = Stage(
     "structured", ("opd", "magnitude", "snip", "grasp", "synflow", "random"), (0.20, 0.40, 0.60, 0.70, 0.80, 0.90, 0.95)
 )
+#: Language models: the paper's criteria, and a range in which they fall to chance.
+_LANGUAGE = Stage("posthoc", _FEW_CRITERIA, (0.20, 0.40, 0.50, 0.60, 0.70, 0.80, 0.90, 0.95))
+_TWO_STEPS = Stage("two-steps", ("opd",), _LANGUAGE.sparsities)
+_HEADS_AND_WIDTHS = Stage("structured", ("opd", "magnitude", "random"), (0.25, 0.50, 0.75))
 _ALL_PRIORS = ("parameter", "unit", "layer", "scalar")
 
 
@@ -39,6 +41,20 @@ def _unstructured(name: str, paper: str, seeds: int = 3) -> Callable[[str], Reci
         title = f"Unstructured pruning: {tasks[0].title}"
         count = 4 if scale == "paper" else seeds
         return Recipe(name, title, paper, scale, tasks, curvatures=_curvatures(scale, tasks), seeds=count)
+
+    return make
+
+
+def _language(name: str, paper: str, methods: tuple[str, ...] = ("map", "spam")) -> Callable[[str], Recipe]:
+    """Curves of pruned language models; heads and widths of encoders are removed as well."""
+
+    def make(scale: str) -> Recipe:
+        tasks = _tasks(scale, name)
+        stages = (_LANGUAGE, _TWO_STEPS, *((_HEADS_AND_WIDTHS,) if "gpt" not in name else ()))
+        return Recipe(
+            name, f"Language: {tasks[0].title}", paper, scale, tasks, methods=methods,
+            curvatures=_curvatures(scale, tasks), seeds=4 if scale == "paper" else 1, stages=stages, curves=False,
+        )  # fmt: skip
 
     return make
 
@@ -140,6 +156,11 @@ _RECIPES: dict[str, Callable[[str], Recipe]] = {
     "wrn-cifar10": _unstructured("wrn-cifar10", "Figure B7"),
     "wrn-cifar100": _unstructured("wrn-cifar100", "Figure B7"),
     "vit-mnist": _unstructured("vit-mnist", "Figure B8"),
+    "distilbert-imdb": _language("distilbert-imdb", "DistilBERT on IMDB, Table D4"),
+    "gpt2-imdb": _language("gpt2-imdb", "GPT-2 on IMDB, Table D4", methods=("map",)),
+    "minilm-imdb": _language("minilm-imdb", "stands in for DistilBERT on IMDB"),
+    "small-gpt-imdb": _language("small-gpt-imdb", "stands in for GPT-2 on IMDB"),
+    "small-gpt-words": _language("small-gpt-words", "not there"),
     "priors": _priors,
     "uncertainty": _uncertainty,
     "finetuning": _finetuning,

@@ -34,7 +34,14 @@ class RunOptions:
         optimizer: sgd, adam or adamw.
         lr: Its learning rate.
         samples: Train on so many samples only.
-        stages: Some of the recipe's ways to prune: posthoc, finetuned, online, structured.
+        weights: Language models: a local folder with pretrained weights and their tokenizer, as save_pretrained
+            writes it.
+        vocabularies: Language models without weights: a folder with bert-base-uncased-vocab/vocab.txt or
+            gpt2-bpe/encoder.json and gpt2-bpe/vocab.bpe.
+        length: Language models: tokens of a text that are read.
+        test_samples: Language models: judge by so many texts only.
+        scored: Language models: training texts that SNIP, GraSP and MAP's curvature see.
+        stages: Some of the recipe's ways to prune: posthoc, finetuned, online, structured, two-steps.
         criteria: How weights are ranked: opd, obd, magnitude, snip, grasp, synflow, wanda, random.
         sparsities: Shares to remove, such as 0.9 0.95.
         tuning_epochs: Epochs of fine-tuning, where the recipe does it.
@@ -59,6 +66,11 @@ class RunOptions:
     optimizer: Annotated[str | None, _own("NAME")] = None
     lr: Annotated[float | None, _own("NUMBER")] = None
     samples: Annotated[int | None, _own("NUMBER")] = None
+    weights: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    vocabularies: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    length: Annotated[int | None, _own("NUMBER")] = None
+    test_samples: Annotated[int | None, _own("NUMBER")] = None
+    scored: Annotated[int | None, _own("NUMBER")] = None
     stages: Annotated[tuple[str, ...] | None, _own("NAME ...")] = None
     criteria: Annotated[tuple[str, ...] | None, _own("NAME ...")] = None
     sparsities: Annotated[tuple[float, ...] | None, _own("SHARE ...")] = None
@@ -74,6 +86,18 @@ class RunOptions:
         """The recipe with what the command line changes in it."""
         changed = (
             *("tasks", "methods", "priors", "curvatures", "seeds", "first_seed", "epochs", "batch_size", "optimizer"),
-            *("lr", "samples", "stages", "criteria", "sparsities", "tuning_epochs"),
+            *(
+                "lr",
+                "samples",
+                "weights",
+                "vocabularies",
+                "length",
+                "test_samples",
+                "scored",
+                "stages",
+                "criteria",
+                "sparsities",
+                "tuning_epochs",
+            ),
         )
         return get_recipe(self.recipe, self.scale).override(**{name: getattr(self, name) for name in changed})

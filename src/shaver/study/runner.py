@@ -20,6 +20,7 @@ from shaver.io import read_json, write_json
 from shaver.study.cell import CONFIG, ERROR, ROWS, STATUS
 from shaver.study.engines import Engine, LocalEngine, Running
 from shaver.study.grid import Cell, cells_of
+from shaver.study.language import check_folders
 from shaver.study.live import Progress
 from shaver.study.provenance import code_version, machine, versions
 from shaver.study.recipe import Recipe
@@ -80,12 +81,17 @@ def run_study(
         console: Where progress appears; ``None`` is silent.
 
     Raises:
-        ValueError: Another run is at work in the folder, or a file in it is damaged.
+        ValueError: Another run is at work in the folder, or a file in it is damaged; or a language model lacks its
+            vocabulary.
+        FileNotFoundError: A folder of weights or vocabularies is not there.
         KeyboardInterrupt: After Ctrl-C, when everything is in order.
     """
     folder = default_folder(recipe) if folder is None else folder
     chosen: Engine = LocalEngine() if engine is None else engine
     console = Console(quiet=True) if console is None else console
+    for task in recipe.tasks:
+        if task.length is not None:
+            check_folders(**task.network)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         if (folder / STUDY).exists():

@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch import nn
 import shaver.data
 import shaver.zoo
 from shaver.curvature import estimate
-from shaver.data import InMemory
+from shaver.data import Batches, InMemory
 from shaver.evidence import Posterior
 from shaver.io import load_state, read_json, save_state, write_json
 from shaver.pruning import Online
 from shaver.study.grid import Training
+from shaver.study.language import Reviews, build_network, load_reviews, warm_up
 from shaver.training import History, Options, fit
 from shaver.training.lasso import search_l1
 
@@ -49,8 +50,10 @@ class Trained:
 
 
 def load_data(training: Training) -> shaver.data.Splits:
-    """The data of a training, cut to its number of samples; the test part is always whole."""
+    """The data of a training, cut to its number of samples; the test part is whole unless they are texts."""
     asked = training.data
+    if "length" in asked:
+        return load_reviews(training.network, asked)
     splits: shaver.data.Splits = shaver.data.load(asked["name"], seed=asked["seed"], augment=asked["augment"])
     if asked["samples"] is None or asked["samples"] >= len(splits.train):
         return splits
@@ -65,6 +68,14 @@ def load_data(training: Training) -> shaver.data.Splits:
         classes=whole.classes,
     )
     return shaver.data.Splits(splits.name, part, splits.valid, splits.test, splits.classes, splits.input_shape)
+
+
+def scored_batches(data: shaver.data.Splits) -> Batches:
+    """What criteria see: the training data; of texts, which cost a thousand times as much, some in small batches."""
+    if isinstance(data, Reviews):
+        part = slice(data.scored)
+        return InMemory(data.train.inputs[part], data.train.targets[part], classes=data.classes).batches(8)
+    return data.train.batches(256, augment=False)
 
 
 def obtain(
@@ -93,7 +104,7 @@ def obtain(
         if facts is None or not (any_code or facts["code"] == code):
             facts = _train(training, data, folder, code, any_code, report)
         saved = load_state(folder / MODEL)
-        model = shaver.zoo.build(**saved["network"])
+        model = build_network(**saved["network"])
         model.load_state_dict(saved["weights"])
         return Trained(model.eval(), Posterior.load(folder / POSTERIOR), facts), folder
     finally:
@@ -154,7 +165,7 @@ def _train(
     facts: dict[str, Any] = {"code": code, "epochs": epochs}
     if options["method"] == "l1" and options["l1"] is None:
         options["l1"] = facts["l1"] = _coefficient(training, place / "search", report)
-    model = shaver.zoo.build(**training.network, seed=seed)
+    model = build_network(**training.network, seed=seed)
     history = fit(
         model,
         data.train,
@@ -167,7 +178,7 @@ def _train(
     )
     report("curvature", epochs, epochs)
     began = time.perf_counter()
-    posterior = _posterior(training, model, history, data.train.batches(256, augment=False))
+    posterior = _posterior(training, model, history, data)
     facts |= {
         "train_seconds": sum(history.column("seconds")),
         "posterior_seconds": time.perf_counter() - began,
@@ -185,12 +196,16 @@ def _train(
 
 
 def _prior(training: Training, data: shaver.data.Splits) -> Options:
-    """MAP's Gaussian prior against data that count 1/T times; the other methods bring their own."""
+    """MAP's Gaussian prior against data that count 1/T times; the other methods bring their own.
+
+    Language models also get what fine-tuning is known to need: a warm-up, and gradients of at most unit norm.
+    """
     map_prior = training.fit["method"] == "map"
-    return Options(weight_decay=training.temperature / len(data.train) if map_prior else None)
+    options = Options(weight_decay=training.temperature / len(data.train) if map_prior else None)
+    return replace(options, schedule=warm_up, clip=1.0) if isinstance(data, Reviews) else options
 
 
-def _posterior(training: Training, model: nn.Module, history: History, batches: Iterable[Any]) -> Posterior:
+def _posterior(training: Training, model: nn.Module, history: History, data: shaver.data.Splits) -> Posterior:
     """At the final weights: SpaM's own if its curvature is up to date, else with a new estimate."""
     spam = training.fit.get("spam")
     if spam is not None and spam.get("online", True):
@@ -199,7 +214,12 @@ def _posterior(training: Training, model: nn.Module, history: History, batches: 
     structure = "diag" if spam is None else spam["structure"]
     source = training.source if spam is None else spam["source"]
     model.eval()
-    curvature = estimate(model, batches, structure=structure, source=source, seed=training.fit["seed"])
+    batches, most = data.train.batches(256, augment=False), None
+    if isinstance(data, Reviews):
+        batches, most = data.train.batches(training.fit["batch_size"]), min(data.scored, len(data.train))
+    curvature = estimate(
+        model, batches, structure=structure, source=source, seed=training.fit["seed"], max_samples=most
+    )
     delta = 1.0 if history.posterior is None else history.posterior.delta()
     return Posterior(curvature, delta, dict(model.named_parameters()), training.temperature)
 

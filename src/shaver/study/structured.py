@@ -12,7 +12,7 @@ from shaver.structure.choosing import Chooser, Choosing
 from shaver.structure.compaction import remove_units
 from shaver.study.evaluation import dense_row, fine_tune, measured
 from shaver.study.grid import Cell
-from shaver.study.store import Report, Trained
+from shaver.study.store import Report, Trained, scored_batches
 from shaver.study.sweep import DENSE, Row
 
 
@@ -36,8 +36,7 @@ def evaluate_structured(
             continue
         report(f"compacting by {criterion}", number, len(stage.criteria))
         began = time.perf_counter()
-        batches = data.train.batches(256, augment=False)
-        seed = cell.training.fit["seed"]
+        batches, seed = scored_batches(data), cell.training.fit["seed"]
         scores = score_units(model, groups, criterion, posterior=trained.posterior, batches=batches, seed=seed)
         seconds = time.perf_counter() - began
         if "posterior" in needs(criterion):

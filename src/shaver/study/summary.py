@@ -24,7 +24,13 @@ CRITERION_NAMES = {
 PRIOR_NAMES = {"scalar": "scalar", "layer": "layer-wise", "unit": "unit-wise", "parameter": "parameter-wise"}
 STRUCTURE_NAMES = {"diag": "Diag", "kron": "KFAC"}
 SOURCE_NAMES = {"ggn": "GGN", "ef": "EF", "mc": "MC"}
-STAGE_NAMES = {"posthoc": "post hoc", "finetuned": "fine-tuned", "online": "online", "structured": "structured"}
+STAGE_NAMES = {
+    "posthoc": "post hoc",
+    "finetuned": "fine-tuned",
+    "online": "online",
+    "structured": "structured",
+    "two-steps": "two SpaM steps after training",
+}
 NETWORK_NAMES = {
     "fcn": "FCN",
     "lenet": "LeNet",
@@ -35,6 +41,10 @@ NETWORK_NAMES = {
     "wrn16": "WRN-16",
     "wrn16_fixup": "Fixup WRN-16",
     "vit": "ViT",
+    "distilbert": "DistilBERT",
+    "gpt2": "GPT-2",
+    "minilm": "MiniLM",
+    "small-gpt": "small GPT",
 }
 DATA_NAMES = {
     "cancer": "breast cancer",

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import shaver.zoo
 from shaver.evidence import Posterior
 from shaver.io import load_state, load_tensors
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_name
 from shaver.pruning import load
 from shaver.pruning.files import PLAN, fill
+from shaver.study.language import build_network
 from shaver.training import checkpoints
 
 #: How files of torch.save begin: a zip archive, or a bare pickle.
@@ -78,7 +78,7 @@ def load_trained(path: Path, factory: str | None = None) -> Trained:
                 f"{path} holds weights and not how their network is built: pass --factory package.module:function "
                 "(for a network of the zoo, say, --factory shaver.zoo:LeNet)."
             )
-        model = shaver.zoo.build(**stored.network)
+        model = build_network(**stored.network)
     else:
         model = build()
     fill(model, stored.weights, stored.source)

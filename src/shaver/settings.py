@@ -1,0 +1,76 @@
+"""How SpaM learns δ: its settings, and the paper's."""
+
+import math
+from dataclasses import dataclass
+
+from shaver.naming import check_name
+from shaver.priors import LOG_BOUNDS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How SpaM learns δ. The defaults were chosen by measurement, see the documentation's page on defaults.
+
+    Attributes:
+        source: Where H comes from: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
+        online: Learn from training's own passes. False is the paper's way: a pass over the data every ``frequency``
+            epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
+        every: Online: look at every so many steps; at every fourth of those only, while no update of δ is near.
+        decay: Online: of the moving average of H, for each look.
+        update: Online: steps between two updates of δ.
+        burn_in: Share of ``total_steps`` (by epochs: the number of epochs) before the first update of δ.
+        freeze: Share of ``total_steps`` after which δ stays as it is, so that the weights settle.
+        shrink: How much of the posterior mean's move is made at each update of δ: 1 all, ½ half in log θ, 0 none.
+        proximal: The prior as a proximal step after the optimizer's, stable for every δ; False adds δθ/N to the
+            gradient, as in the paper.
+        frequency: By epochs: epochs between two updates.
+        method: ``"fixed_point"`` or ``"gradient"``, the paper's 100 steps of Adam on log δ.
+        temperature: T: the likelihood counts 1/T times, in H and against the prior.
+        initial_precision: δ before the first update.
+        bounds: Lowest and highest log δ.
+        loss: ``"mean"``, ``"sum"`` or ``"auto"``: see :class:`shaver.curvature.OnlineCurvature`. By epochs: a mean.
+    """
+
+    source: str = "mc"
+    online: bool = True
+    every: int = 10
+    decay: float = 0.95
+    update: int = 50
+    burn_in: float = 0.1
+    freeze: float = 0.7
+    shrink: float = 0.75
+    proximal: bool = True
+    frequency: int = 1
+    method: str = "fixed_point"
+    temperature: float = 1.0
+    initial_precision: float = 1.0
+    bounds: tuple[float, float] = LOG_BOUNDS
+    loss: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_name("source", self.source, ("mc", "ef") if self.online else ("ggn", "ef", "mc"))
+        check_name("method", self.method, ("fixed_point", "gradient"))
+        check_name("loss", self.loss, ("auto", "mean", "sum"))
+        if not self.online and self.loss == "sum":
+            raise ValueError('by epochs (online=False) the loss is a mean over samples; loss="sum" needs online=True.')
+        for name in ("every", "update", "frequency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}.")
+        if not 0 <= self.shrink <= 1:
+            raise ValueError(f"shrink must be between 0 and 1, not {self.shrink!r}.")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be positive and finite, not {self.temperature!r}.")
+        if self.online and not (0 <= self.burn_in < 1 and 0 < self.freeze <= 1):
+            raise ValueError(
+                f"online, burn_in and freeze are shares of total_steps, in [0, 1) and (0, 1], not "
+                f"{self.burn_in!r} and {self.freeze!r}."
+            )
+
+
+#: While δ burns in or is frozen, looks are so many times rarer: H is wanted at the next update or at the end only.
+IDLE = 4
+
+#: The paper's algorithm: GGN after every epoch, 100 steps of Adam on log δ, the prior as a gradient.
+PAPER = Settings(
+    source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean"
+)
