@@ -11,6 +11,7 @@ from shaver.cli import main
 from shaver.study import get_recipe, recipe_names
 from shaver.study.expected import expected_seconds
 from shaver.study.grid import Cell, cells_of
+from shaver.study.language import READERS
 from shaver.study.recipe import CRITERIA, SCALES, SPARSITIES
 from shaver.study.sweep import SPARSITIES as PAPER_SPARSITIES
 
@@ -26,7 +27,10 @@ def test_every_recipe_describes_networks_and_data_that_exist(name, scale):
     assert cells_of(recipe)
     for task in recipe.tasks:
         assert task.data in shaver.data.names()
-        assert shaver.zoo.build(**task.network, seed=0) is not None
+        if task.length is None:
+            assert shaver.zoo.build(**task.network, seed=0) is not None
+        else:  # GPT-2's true size takes seconds
+            assert task.network["name"] in READERS
         assert bool(task.note) == (scale == "cpu"), "what is smaller than in the paper is said, and nothing else"
     assert name in str(recipe)
     assert recipe.paper in str(recipe)

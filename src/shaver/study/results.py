@@ -26,9 +26,9 @@ _TEXT = (
     "task",
 )
 _WHOLE = ("seed", "nonzeros", "parameters", "bytes", "flops", "epochs", "bytes_dense", "flops_sparse", "tuning_epochs")
-#: The columns of every table. ``latency_ms`` is a call with 128 samples (of texts: one) on one thread, measured where the
-#: arithmetic differs (dense and structured networks). ``log_evidence`` is the dense network's plus the change that the removal
-#: makes under the diagonal model. ``epochs`` are those of training, ``tuning_epochs`` those after pruning.
+#: The columns of every table. ``latency_ms`` is a call with 128 samples (of texts: one) on one thread, measured where
+#: the arithmetic differs (dense and structured networks). ``log_evidence`` is the dense network's plus the change that
+#: the removal makes under the diagonal model. ``epochs`` are those of training, ``tuning_epochs`` those after pruning.
 COLUMNS = (
     *("recipe", "scale", "network", "data", "method", "prior", "structure", "source", "seed", "stage"),
     *("criterion", "sparsity", "achieved", "accuracy", "nll", "ece", "brier", "log_evidence"),
