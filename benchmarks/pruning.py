@@ -18,18 +18,16 @@ wherever they fit. The data come from the folder in SHAVER_DATA, or are download
 
 import argparse
 import csv
-import hashlib
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from cells import Cell, Row, Setting, data_of, digest_of, posterior_of, run_cells, write
 from spam import EXPERIMENTS, parse_settings
 
 PARTS = ("auto", "online", "finetune")
@@ -40,48 +38,32 @@ TOLERATED = 0.0015
 SPARSITIES = (0.9, 0.95, 0.99)
 TARGET, SHOWCASE = 0.99, "LeNet/MNIST"
 TUNING_LR = 0.01
-Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class PruningSetting(Setting):
     """What all cells share."""
 
-    split: str
-    scale: float
     spam: str
-    runs: str
     budgets: tuple[int, ...]
-    digest: str
-    study: tuple[str, ...] = ()
+    study: tuple[str, ...]
 
 
-def prepare(setting: Setting, name: str, method: str, seed: int) -> dict[str, Any]:
+def prepare(setting: PruningSetting, name: str, method: str, seed: int) -> dict[str, Any]:
     """Data and the trained network of an experiment, from its folder if it was trained before."""
-    import torch
-
     import shaver
     from shaver.study.trained import load_trained
 
-    torch.set_num_threads(1)
-    experiment = EXPERIMENTS[name]
-    splits = shaver.data.load(
-        experiment.data,
-        seed=seed if experiment.data == "cancer" else 0,
-        valid_fraction=0.1 if setting.split == "valid" else 0.0,
-    )
-    judged = splits.valid if setting.split == "valid" else splits.test
-    model = shaver.zoo.build(experiment.network, seed=seed, **dict(experiment.arguments))
-    given = {"train": splits.train, "judged": judged.batches(1000)}
+    found = data_of(setting, name, seed)
     for path in studied(setting, name, method, seed):
         trained = load_trained(path)
-        return given | {"model": trained.model, "posterior": trained.posterior}
+        return found | {"model": trained.model, "posterior": trained.posterior}
     folder = Path(setting.runs) / f"{name.replace('/', '-')}-{method}-{seed}-{setting.digest}"
-    history = shaver.fit(model, splits.train, folder=folder, **training(setting, name, method, seed))
-    return given | {"model": model, "posterior": history.posterior}
+    history = shaver.fit(found["model"], found["train"], folder=folder, **training(setting, name, method, seed))
+    return found | {"posterior": history.posterior}
 
 
-def studied(setting: Setting, name: str, method: str, seed: int) -> Iterator[Path]:
+def studied(setting: PruningSetting, name: str, method: str, seed: int) -> Iterator[Path]:
     """Networks of this experiment in the folders of a study, trained on all the training data."""
     task = name.replace("/", "-").lower()
     prior = "parameter" if method == "spam" else ""
@@ -94,7 +76,7 @@ def studied(setting: Setting, name: str, method: str, seed: int) -> Iterator[Pat
             yield network
 
 
-def training(setting: Setting, name: str, method: str, seed: int) -> dict[str, Any]:
+def training(setting: PruningSetting, name: str, method: str, seed: int) -> dict[str, Any]:
     """The arguments of ``fit``, the same for training and for online pruning."""
     spam = parse_settings(setting.spam)
     return {
@@ -107,32 +89,12 @@ def training(setting: Setting, name: str, method: str, seed: int) -> dict[str, A
     }
 
 
-def digest_of(*settings: object) -> str:
-    """Short, and different for other settings or another source of the library."""
-    import shaver
-
-    digest = hashlib.sha256(repr(settings).encode())
-    for path in sorted(Path(shaver.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:10]
-
-
-def posterior_of(found: dict[str, Any]) -> Any:
-    """SpaM's posterior; for MAP one from the curvature afterwards, under its own prior."""
-    import shaver
-
-    if found["posterior"] is not None:
-        return found["posterior"]
-    curvature = shaver.curvature.estimate(found["model"], found["train"].batches(256))
-    return shaver.Posterior(curvature, 1.0, dict(found["model"].named_parameters()))
-
-
-def train_cell(setting: Setting, name: str, method: str, seed: int) -> list[Row]:
+def train_cell(setting: PruningSetting, name: str, method: str, seed: int) -> list[Row]:
     prepare(setting, name, method, seed)
     return []
 
 
-def auto_cell(setting: Setting, name: str, seed: int) -> list[Row]:
+def auto_cell(setting: PruningSetting, name: str, seed: int) -> list[Row]:
     """The accuracy curve by OPD, its knee, and where automatic sparsity lands."""
     import shaver
 
@@ -160,13 +122,10 @@ def auto_cell(setting: Setting, name: str, seed: int) -> list[Row]:
     return [label | row for row in [*rows, landed, threshold]]
 
 
-def online_cell(setting: Setting, method: str, how: str, seed: int) -> list[Row]:
+def online_cell(setting: PruningSetting, method: str, how: str, seed: int) -> list[Row]:
     """Pruning while training (``how`` are its settings), or after it (``how`` says so)."""
-    import torch
-
     import shaver
 
-    torch.set_num_threads(1)
     label = {"part": "online", "experiment": SHOWCASE, "method": method, "seed": seed, "split": setting.split}
     if how == "after training":
         found = prepare(setting, SHOWCASE, method, seed)
@@ -177,18 +136,20 @@ def online_cell(setting: Setting, method: str, how: str, seed: int) -> list[Row]
         reached = shaver.prune(found["model"], scores, TARGET).achieved
         accuracy = shaver.measure.quality(found["model"], found["judged"]).accuracy
         return [label | {"kind": how, "sparsity": reached, "accuracy": accuracy, "dense": dense}]
-    splits = shaver.data.load(EXPERIMENTS[SHOWCASE].data, valid_fraction=0.1 if setting.split == "valid" else 0.0)
-    judged = (splits.valid if setting.split == "valid" else splits.test).batches(1000)
-    model = shaver.zoo.build(EXPERIMENTS[SHOWCASE].network, seed=seed)
+    found = data_of(setting, SHOWCASE, seed)
+    model = found["model"]
     began = time.perf_counter()
     online = shaver.pruning.Online(TARGET, **parse_settings(how))
-    history = shaver.fit(model, splits.train, online=online, **training(setting, SHOWCASE, method, seed))
-    measured = {"sparsity": history[-1]["sparsity"], "accuracy": shaver.measure.quality(model, judged).accuracy}
+    history = shaver.fit(model, found["train"], online=online, **training(setting, SHOWCASE, method, seed))
+    measured = {
+        "sparsity": history[-1]["sparsity"],
+        "accuracy": shaver.measure.quality(model, found["judged"]).accuracy,
+    }
     return [label | {"kind": f"online {how}".strip(), "epochs": len(history)} | measured
             | {"seconds": round(time.perf_counter() - began, 1)}]  # fmt: skip
 
 
-def finetune_cell(setting: Setting, method: str, criterion: str, seed: int) -> list[Row]:
+def finetune_cell(setting: PruningSetting, method: str, criterion: str, seed: int) -> list[Row]:
     """One criterion at each sparsity, before and after fine-tuning with the masks held."""
     import shaver
 
@@ -311,14 +272,6 @@ def read(path: Path) -> list[Row]:
         return [{k: numbers.get(k, str)(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
 
 
-def write(path: Path, rows: list[Row]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -340,12 +293,17 @@ def main() -> None:
     asked = parser.parse_args()
     from shaver import criteria
 
-    digest = digest_of(asked.split, asked.scale, asked.set)
-    setting = Setting(
-        asked.split, asked.scale, asked.set, str(asked.runs), tuple(asked.budgets), digest, tuple(asked.study)
+    setting = PruningSetting(
+        split=asked.split,
+        scale=asked.scale,
+        runs=str(asked.runs),
+        digest=digest_of(asked.split, asked.scale, asked.set),
+        spam=asked.set,
+        budgets=tuple(asked.budgets),
+        study=tuple(asked.study),
     )
     networks: dict[tuple[str, str, int], None] = {}
-    cells: list[tuple[Callable[..., list[Row]], tuple[Any, ...]]] = []
+    cells: list[Cell] = []
     if "auto" in asked.parts:
         for name in asked.experiments:
             for seed in range(asked.seeds or EXPERIMENTS[name].seeds):
@@ -363,14 +321,11 @@ def main() -> None:
     rows = [row for row in read(path) if row["part"] not in asked.parts]
     # Two rounds: a network is trained once and then used by several cells.
     for round_ in ([(train_cell, network) for network in networks], cells):
-        with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
-            jobs = {pool.submit(function, setting, *args): (function.__name__, *args) for function, args in round_}
-            for number, job in enumerate(as_completed(jobs), 1):
-                rows += job.result()
-                print(f"{number}/{len(jobs)}", *jobs[job], flush=True)
-                if rows:
-                    rows.sort(key=lambda r: (PARTS.index(r["part"]), r["experiment"], r["method"] == "map", r["seed"]))
-                    write(path, rows)
+        for found in run_cells(setting, round_, asked.jobs):
+            rows += found
+            if rows:
+                rows.sort(key=lambda r: (PARTS.index(r["part"]), r["experiment"], r["method"] == "map", r["seed"]))
+                write(path, rows)
     text = summarise(rows)
     (asked.folder / f"{asked.name}.md").write_text(text, encoding="utf-8")
     print(text)

@@ -20,14 +20,11 @@ file; what is measured again replaces what was there. The data come from the fol
 
 import argparse
 import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from pruning import digest_of, posterior_of, write
+from cells import Cell, Row, Setting, data_of, digest_of, posterior_of, run_cells, write
 from spam import EXPERIMENTS, parse_settings
 from structured_report import figure, read, summarise, tidy
 from structured_rivals import IMPORTANCES, SAMPLES
@@ -48,29 +45,24 @@ EPOCHS = {"LeNet/Fashion": 10, "LeNet/MNIST": 10, "FCN/MNIST": 10, "FCN/cancer":
 SHOWCASE = "LeNet/Fashion"
 #: Widths whose accuracy from scratch is known from an earlier look.
 KNOWN_WIDTHS = {SHOWCASE: ((2, 8, 30, 20), (2, 5, 24, 17), (1, 4, 24, 17))}
-Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class StructuredSetting(Setting):
     """What all cells share."""
 
-    split: str
-    scale: float
     tune: int
     tune_lr: float
     sparsities: tuple[float, ...]
     tuned: tuple[float, ...]
     ratios: tuple[float, ...]
-    runs: str
-    digest: str
 
     def epochs(self, experiment: str) -> int:
         """Of training, before fine-tuning."""
         return max(1, round(self.scale * EPOCHS[experiment]))
 
 
-def prepare(setting: Setting, name: str, training: str, seed: int) -> dict[str, Any]:
+def prepare(setting: StructuredSetting, name: str, training: str, seed: int) -> dict[str, Any]:
     """Data and the trained network of an experiment, from its folder if it was trained before."""
     import shaver
 
@@ -88,24 +80,6 @@ def prepare(setting: Setting, name: str, training: str, seed: int) -> dict[str, 
         folder=folder,
     )
     return found | {"posterior": history.posterior}
-
-
-def data_of(setting: Setting, name: str, seed: int) -> dict[str, Any]:
-    """Data and the fresh network of an experiment."""
-    import torch
-
-    import shaver
-
-    torch.set_num_threads(1)
-    experiment = EXPERIMENTS[name]
-    splits = shaver.data.load(
-        experiment.data,
-        seed=seed if experiment.data == "cancer" else 0,
-        valid_fraction=0.1 if setting.split == "valid" else 0.0,
-    )
-    judged = (splits.valid if setting.split == "valid" else splits.test).batches(1000)
-    model = shaver.zoo.build(experiment.network, seed=seed, **dict(experiment.arguments))
-    return {"model": model, "train": splits.train, "judged": judged, "example": next(iter(judged))[0][:2]}
 
 
 def measured(found: dict[str, Any], network: Any) -> Row:
@@ -130,7 +104,7 @@ def widths_of(found: dict[str, Any], network: Any) -> list[int]:
     return widths
 
 
-def tune(setting: Setting, found: dict[str, Any], network: Any, name: str, seed: int) -> Row:
+def tune(setting: StructuredSetting, found: dict[str, Any], network: Any, name: str, seed: int) -> Row:
     """Fine-tune by MAP; the measures afterwards."""
     import shaver
 
@@ -140,7 +114,7 @@ def tune(setting: Setting, found: dict[str, Any], network: Any, name: str, seed:
     return measured(found, network) | {"tuned": setting.tune}
 
 
-def train_cell(setting: Setting, name: str, training: str, seed: int) -> list[Row]:
+def train_cell(setting: StructuredSetting, name: str, training: str, seed: int) -> list[Row]:
     found = prepare(setting, name, training, seed)
     label = {"part": "oneshot", "experiment": name, "training": training, "seed": seed, "split": setting.split}
     return [label | {"kind": "dense", "sparsity": 0.0, "tuned": 0} | measured(found, found["model"])]
@@ -160,7 +134,7 @@ def scores_of(found: dict[str, Any], criterion: str, seed: int) -> tuple[Any, di
     return groups, score_units(found["model"], groups, criterion, **given)
 
 
-def oneshot_cell(setting: Setting, name: str, training: str, criterion: str, seed: int) -> list[Row]:
+def oneshot_cell(setting: StructuredSetting, name: str, training: str, criterion: str, seed: int) -> list[Row]:
     """One criterion at each sparsity, the same share of each layer, before and after fine-tuning."""
     from shaver.structure import choose_units, remove_units
 
@@ -195,7 +169,7 @@ def at_widths(found: dict[str, Any], widths: tuple[int, ...], seed: int) -> Any:
     return small
 
 
-def scratch_cell(setting: Setting, name: str, widths: tuple[int, ...], seed: int) -> list[Row]:
+def scratch_cell(setting: StructuredSetting, name: str, widths: tuple[int, ...], seed: int) -> list[Row]:
     """Widths from fresh weights, MAP, for as many epochs as training and fine-tuning take together."""
     import shaver
 
@@ -207,7 +181,7 @@ def scratch_cell(setting: Setting, name: str, widths: tuple[int, ...], seed: int
     return [label | {"split": setting.split, "tuned": setting.tune} | measured(found, small)]
 
 
-def free_cell(setting: Setting, name: str, training: str, how: str, seed: int) -> list[Row]:
+def free_cell(setting: StructuredSetting, name: str, training: str, how: str, seed: int) -> list[Row]:
     """OPD down to each share of FLOPs, fine-tuned; ``how`` is the spread, or the normalisation of free widths."""
     from shaver.structure import choose_units, remove_units
 
@@ -227,7 +201,7 @@ def free_cell(setting: Setting, name: str, training: str, how: str, seed: int) -
     return rows
 
 
-def gradual_cell(setting: Setting, name: str, training: str, how: str, ratio: float, seed: int) -> list[Row]:
+def gradual_cell(setting: StructuredSetting, name: str, training: str, how: str, ratio: float, seed: int) -> list[Row]:
     """Units fall while the network trains, for as many epochs as training and fine-tuning take together."""
     import shaver
     from shaver.structure import Gradual, compact_with_report
@@ -255,7 +229,7 @@ def gradual_cell(setting: Setting, name: str, training: str, how: str, ratio: fl
     return [label | rest | measured(found, small)]
 
 
-def rivals_cell(setting: Setting, training: str, importance: str, everywhere: bool, seed: int) -> list[Row]:
+def rivals_cell(setting: StructuredSetting, training: str, importance: str, everywhere: bool, seed: int) -> list[Row]:
     """torch-pruning on the same trained network, to the same FLOPs."""
     from structured_rivals import pruned
 
@@ -272,7 +246,7 @@ def rivals_cell(setting: Setting, training: str, importance: str, everywhere: bo
     return rows
 
 
-def uniform_widths(setting: Setting, name: str) -> list[tuple[int, ...]]:
+def uniform_widths(setting: StructuredSetting, name: str) -> list[tuple[int, ...]]:
     """The widths that the fine-tuned sparsities leave, and those known from before."""
     import torch
 
@@ -286,7 +260,7 @@ def uniform_widths(setting: Setting, name: str) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([*widths, *KNOWN_WIDTHS.get(name, ())]))
 
 
-def add_latencies(setting: Setting, rows: list[Row]) -> None:
+def add_latencies(setting: StructuredSetting, rows: list[Row]) -> None:
     """Measure each set of widths once, alone, and write it into all rows that have them."""
     import shaver
 
@@ -307,10 +281,7 @@ def identity(row: Row) -> tuple[Any, ...]:
     return (*(row.get(key) for key in keys), row["widths"] if row["part"] == "scratch" else None)
 
 
-Cell = tuple[Callable[..., list[Row]], tuple[Any, ...]]
-
-
-def cells_of(asked: argparse.Namespace, setting: Setting) -> tuple[list[Cell], list[Cell]]:
+def cells_of(asked: argparse.Namespace, setting: StructuredSetting) -> tuple[list[Cell], list[Cell]]:
     """Networks to train first, and the cells that use them."""
     networks: dict[tuple[str, str, int], None] = {}
     cells: list[Cell] = []
@@ -358,23 +329,27 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/structured"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     asked = parser.parse_args()
-    setting = Setting(
-        asked.split, asked.scale, asked.tune, asked.tune_lr, tuple(asked.sparsities), tuple(asked.tuned),
-        tuple(asked.ratios), str(asked.runs), digest_of(asked.split, asked.scale),
-    )  # fmt: skip
+    setting = StructuredSetting(
+        split=asked.split,
+        scale=asked.scale,
+        runs=str(asked.runs),
+        digest=digest_of(asked.split, asked.scale),
+        tune=asked.tune,
+        tune_lr=asked.tune_lr,
+        sparsities=tuple(asked.sparsities),
+        tuned=tuple(asked.tuned),
+        ratios=tuple(asked.ratios),
+    )
     asked.folder.mkdir(parents=True, exist_ok=True)
     path = asked.folder / f"{asked.name}.csv"
     rows = {identity(row): row for row in read(path)}
     # Two rounds: a network is trained once and then used by several cells.
-    for number_of_round, round_ in enumerate(cells_of(asked, setting)):
-        with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
-            jobs = {pool.submit(function, setting, *args): (function.__name__, *args) for function, args in round_}
-            for number, job in enumerate(as_completed(jobs), 1):
-                if number_of_round or "oneshot" in asked.parts:
-                    rows |= {identity(row): row for row in job.result()}
-                print(f"{number}/{len(jobs)}", *jobs[job], flush=True)
-                if rows:
-                    write(path, tidy(rows.values()))
+    for number, round_ in enumerate(cells_of(asked, setting)):
+        for found in run_cells(setting, round_, asked.jobs):
+            if number or "oneshot" in asked.parts:
+                rows |= {identity(row): row for row in found}
+            if rows:
+                write(path, tidy(rows.values()))
     if "speed" in asked.parts:
         for network in NETWORKS:
             rows |= {identity(row): row for row in speed(network, asked.scale)}
