@@ -228,6 +228,15 @@ def test_networks_pruned_while_training_have_no_curve_here(toy_run, tmp_path):
     assert len(read_runs([folder]).histories) == len(read_runs([toy_run]).histories) - 1
 
 
+def test_cells_of_an_earlier_study_have_no_curve_here(toy_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(toy_run, folder)
+    shutil.copytree(folder / "cells" / "map--0", folder / "cells" / "map--9")
+    config = folder / "cells" / "map--9" / "config.json"
+    config.write_text(config.read_text().replace('"seed": 0', '"seed": 9'))
+    assert len(read_runs([folder]).histories) == len(read_runs([toy_run]).histories)
+
+
 def test_the_front_is_what_nothing_cheaper_matches():
     points = [(3.0, 0.9), (1.0, 0.5), (2.0, 0.4), (2.0, 0.7), (4.0, 0.9), (3.0, 0.8)]
     assert front(points) == [(1.0, 0.5), (2.0, 0.7), (3.0, 0.9)]

@@ -46,15 +46,22 @@ class History:
         return [(epoch, statistics.fmean(column[epoch] for column in columns)) for epoch in epochs]
 
 
-def read_histories(folder: Path, recipe: str) -> list[History]:
-    """Every training curve in a run folder, once a network.
+def read_histories(folder: Path, recipe: str, cells: Sequence[str]) -> list[History]:
+    """Every training curve of a run, once a network.
 
     Cells that have none yet are left out, and so are networks that were pruned while they trained: each has a curve
     of its own for each sparsity.
+
+    Args:
+        folder: Of the run.
+        recipe: Its name.
+        cells: Those of the study as it is now; the folder may hold others of an earlier code or setting.
     """
     found: dict[tuple[str, str, Training], History] = {}
-    for path in sorted((folder / "cells").glob("*/history.csv")):
+    for path in (folder / "cells" / cell / "history.csv" for cell in sorted(cells)):
         config = path.with_name("config.json")
+        if not path.is_file():
+            continue
         settings = read_json(config) if config.is_file() else {}
         training = settings.get("training") or {}
         if not training.get("labels") or training.get("online") is not None:

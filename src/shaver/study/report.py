@@ -63,7 +63,7 @@ def read_runs(folders: Sequence[Path]) -> Study:
             scales.setdefault(scale, []).append(str(folder))
         source = Source(folder, read_study(folder), tuple(sorted((folder / "pictures").glob("*.svg"))))
         sources.append(source)
-        histories += read_histories(folder, source.name)
+        histories += read_histories(folder, source.name, source.study.get("cells") or ())
         tasks = source.recipe.get("tasks") or ()
         titles |= {(source.name, task["name"]): task["title"] for task in tasks if "title" in task}
     if len(scales) > 1:
