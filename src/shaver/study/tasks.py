@@ -103,9 +103,9 @@ _ALL = (
         samples=1000, test_samples=500,
     ),
     _cpu(
-        "minilm-imdb", "MiniLM instead of DistilBERT, 2,000 of 25,000 reviews, 250 to test, 128 of 512 tokens, 2 of 5 "
+        "minilm-imdb", "MiniLM instead of DistilBERT, 1,600 of 25,000 reviews, 250 to test, 128 of 512 tokens, 2 of 5 "
         "epochs", {"name": "minilm"}, "imdb", 2, **_TUNED | _SHORT | {"length": 128, "lr": 1e-4}, batch_size=16,
-        samples=2000, test_samples=250,
+        samples=1600, test_samples=250,
     ),
     _cpu(
         "small-gpt-imdb", "a small GPT instead of GPT-2, 5,000 of 25,000 reviews, 1,000 to test, 128 of 512 tokens, "
