@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("test", "valid"), default="test")
     parser.add_argument("--seeds", type=int, help="instead of three, five for cancer")
     parser.add_argument("--scale", type=float, default=1.0, help=f"times the epochs of training, {EPOCHS}")
+    parser.add_argument("--batch", type=int, default=128, help="samples in a call, for speed")
     parser.add_argument("--name", default="structured")
     parser.add_argument("--folder", type=Path, default=Path("docs/results"))
     parser.add_argument("--runs", type=Path, default=Path("runs/structured"))
@@ -352,7 +353,7 @@ def main() -> None:
                 write(path, tidy(rows.values()))
     if "speed" in asked.parts:
         for network in NETWORKS:
-            rows |= {identity(row): row for row in speed(network, asked.scale)}
+            rows |= {identity(row): row for row in speed(network, asked.scale, asked.batch)}
             print("speed", network, flush=True)
     table = sorted(rows.values(), key=lambda row: (PARTS.index(row["part"]), row["experiment"]))
     if "latency" in asked.parts:
