@@ -56,8 +56,7 @@ def _uniform(name: str, rows: list[Row], tuned: bool) -> str:
         return ""
     how = f"after {max(row['tuned'] for row in mine)} epochs of fine-tuning" if tuned else "before fine-tuning"
     lines = [
-        f"**{name}**, the same share of each layer removed, {how}: accuracy in % (mean ± standard error, "
-        f"{len({row['seed'] for row in mine})} seeds).\n",
+        f"**{name}**, the same share of each layer removed, {how}: accuracy in %, {seeds_of(mine)}.\n",
         "| training | criterion | dense | " + " | ".join(f"{100 * s:.0f} %" for s in sparsities) + " |",
         "|---|---|---|" + "---|" * len(sparsities),
     ]
@@ -95,7 +94,7 @@ def _by_flops(name: str, rows: list[Row]) -> str:
         groups[row["training"], row["kind"], at].append(row)
     lines = [
         f"**{name}** by FLOPs, at the end of each pipeline: fine-tuned, pruned while training, or trained from scratch "
-        "for as long. Mean ± standard error over seeds.\n",
+        f"for as long; {seeds_of(ended)}.\n",
         "| training | how | FLOPs ÷ | parameters ÷ | widths (first seed) | accuracy, % | NLL | ECE | Brier |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -112,15 +111,36 @@ def _by_flops(name: str, rows: list[Row]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean ± standard error in percent."""
+    """Mean in percent, ± standard error where there are several."""
     if not values:
         return "–"
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{100 * statistics.fmean(values):.2f} ± {100 * error:.2f}"
+    if len(values) == 1:
+        return f"{100 * values[0]:.2f}"
+    return f"{100 * statistics.fmean(values):.2f} ± {100 * statistics.stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def seeds_of(rows: Sequence[Row]) -> str:
+    """How many seeds there are, and what the numbers are then."""
+    count = len({row["seed"] for row in rows})
+    return "one seed" if count == 1 else f"mean ± standard error over {count} seeds"
 
 
 def _trainings(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["training"] for row in rows))
+
+
+#: What the figure tells apart by colour; a kind belongs to the first whose name it contains.
+_FAMILIES = {
+    "torch-pruning": "#332288",
+    "gradual": "#aa3377",
+    "from scratch": "#000000",
+    "opd": "#d55e00",
+    "magnitude": "#0072b2",
+    "snip": "#e69f00",
+    "grasp": "#cc79a7",
+    "synflow": "#009e73",
+    "random": "#999999",
+}
 
 
 def figure(rows: list[Row], path: Path) -> None:
@@ -129,48 +149,47 @@ def figure(rows: list[Row], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
-    ended = [row for row in rows if row["part"] != "speed" and (row["tuned"] or row["part"] == "scratch")]
-    names = list(dict.fromkeys(row["experiment"] for row in ended))
+    ended = [row for row in rows if row["part"] != "speed" and (row["tuned"] or row["kind"] == "dense")]
+    names = list(dict.fromkeys(row["experiment"] for row in ended if row["tuned"]))
     if not names:
         return
     plt.rcParams.update({"font.size": 9, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False})
-    plot, axes = plt.subplots(1, len(names), figsize=(4.0 * len(names), 3.8), squeeze=False, layout="constrained")
-    handles: dict[str, Any] = {}
+    plot, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 4.2), squeeze=False, layout="constrained")
+    families: dict[str, None] = {}
     for axis, name in zip(axes[0], names, strict=True):
-        curves: dict[str, dict[Any, list[Row]]] = defaultdict(lambda: defaultdict(list))
+        curves: dict[tuple[str, str], dict[Any, list[Row]]] = defaultdict(lambda: defaultdict(list))
         for row in (r for r in ended if r["experiment"] == name):
-            label = row["kind"] if row["part"] == "scratch" else f"{row['training']}, {row['kind']}"
-            curves[label][row.get("ratio", row.get("sparsity", row["widths"]))].append(row)
-        for label, points in curves.items():
+            at = row["widths"] if row["part"] == "scratch" else row.get("ratio", row.get("sparsity"))
+            curves[row["training"], row["kind"]][at].append(row)
+        lowest = 100.0
+        for (training, kind), points in curves.items():
             means = [
                 {k: statistics.fmean(r[k] for r in mine) for k in ("flops", "accuracy")} for mine in points.values()
             ]
             curve = sorted((mean["flops"], 100 * mean["accuracy"]) for mean in means)
-            (line,) = axis.plot(*zip(*curve, strict=True), **_style(label), ms=3.5)
-            handles.setdefault(label, line)
-        best = max(100 * row["accuracy"] for row in ended if row["experiment"] == name)
-        axis.set(xscale="log", title=name, xlabel="FLOPs a sample", ylim=(best - 15, best + 1))
+            lowest = min(lowest, *(accuracy for _, accuracy in curve))
+            if kind == "dense":
+                axis.axhline(curve[0][1], color="#bbbbbb", linestyle=_dashes(training), lw=1)
+                continue
+            family = next(key for key in _FAMILIES if key in kind)
+            families[family] = None
+            strong = family in ("gradual", "from scratch", "opd")
+            axis.plot(
+                *zip(*curve, strict=True), color=_FAMILIES[family], linestyle=_dashes(training),
+                marker="D" if family == "gradual" else "*" if family == "from scratch" else "o",
+                ms=6 if strong else 3.5, lw=1.8 if strong else 1.0, alpha=1.0 if strong else 0.7,
+            )  # fmt: skip
+        axis.set(xscale="log", title=name, xlabel="FLOPs a sample", ylim=(max(lowest - 1, 75), None))
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("accuracy, %")
-    plot.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    handles = [Line2D([], [], color=_FAMILIES[key], label=key) for key in _FAMILIES if key in families]
+    handles += [Line2D([], [], color="#555555", linestyle=_dashes(t), label=f"{t} trained") for t in ("SpaM", "MAP")]
+    handles.append(Line2D([], [], color="#bbbbbb", label="dense"))
+    plot.legend(handles=handles, loc="outside lower center", ncols=4 if len(names) < 3 else 6, frameon=False)
     plot.savefig(path, metadata={"Date": None})
 
 
-def _style(label: str) -> dict[str, Any]:
-    colours = {
-        "opd": "#d55e00",
-        "magnitude": "#0072b2",
-        "snip": "#e69f00",
-        "grasp": "#cc79a7",
-        "synflow": "#009e73",
-        "random": "#999999",
-        "gradual": "#661100",
-        "torch-pruning": "#332288",
-        "from scratch": "#000000",
-    }
-    colour = next((value for key, value in colours.items() if key in label), "#56b4e9")
-    strong = "gradual" in label or label == "from scratch" or (label.startswith("SpaM") and "opd" in label)
-    dashes = "--" if label.startswith("MAP") else ":" if "parameter" in label else "-"
-    return {"color": colour, "linestyle": dashes, "marker": "o", "lw": 2.0 if strong else 1.0,
-            "alpha": 1.0 if strong else 0.75}  # fmt: skip
+def _dashes(training: str) -> str:
+    return "--" if training.startswith("MAP") else ":" if "parameter" in training else "-"
