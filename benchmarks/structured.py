@@ -1,6 +1,6 @@
 r"""Structured pruning measured: smaller dense networks by every criterion, beside the same widths trained from scratch.
 
-    python benchmarks/structured.py             # everything: docs/results/structured.csv, .svg and structured-tables.md
+    python benchmarks/structured.py                 # everything: docs/results/structured.csv and .svg; prints tables
     python benchmarks/structured.py --parts gradual rivals --experiments LeNet/Fashion --seeds 1
     python benchmarks/structured.py --parts gradual --split valid --name gradual --gradual start=0.1,end=0.6
 
@@ -361,10 +361,8 @@ def main() -> None:
     if "latency" in asked.parts:
         add_latencies(setting, table)
     write(path, tidy(table))
-    text = summarise(table)
-    (asked.folder / f"{asked.name}-tables.md").write_text(text, encoding="utf-8")
     figure(table, asked.folder / f"{asked.name}.svg")
-    print(text)
+    print(summarise(table))
 
 
 if __name__ == "__main__":

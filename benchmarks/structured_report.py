@@ -156,7 +156,8 @@ def figure(rows: list[Row], path: Path) -> None:
     if not names:
         return
     plt.rcParams.update({"font.size": 9, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False})
-    plot, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 4.2), squeeze=False, layout="constrained")
+    size = (max(6.0, 4.2 * len(names)), 4.2)
+    plot, axes = plt.subplots(1, len(names), figsize=size, squeeze=False, layout="constrained")
     families: dict[str, None] = {}
     for axis, name in zip(axes[0], names, strict=True):
         curves: dict[tuple[str, str], dict[Any, list[Row]]] = defaultdict(lambda: defaultdict(list))
@@ -187,7 +188,7 @@ def figure(rows: list[Row], path: Path) -> None:
     handles = [Line2D([], [], color=_FAMILIES[key], label=key) for key in _FAMILIES if key in families]
     handles += [Line2D([], [], color="#555555", linestyle=_dashes(t), label=f"{t} trained") for t in ("SpaM", "MAP")]
     handles.append(Line2D([], [], color="#bbbbbb", label="dense"))
-    plot.legend(handles=handles, loc="outside lower center", ncols=4 if len(names) < 3 else 6, frameon=False)
+    plot.legend(handles=handles, loc="outside lower center", ncols=4 if len(names) < 3 else 7, frameon=False)
     plot.savefig(path, metadata={"Date": None})
 
 
