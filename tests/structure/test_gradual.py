@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from known_groups import fcn
+from known_groups import cnn, fcn
 
 import shaver
 from shaver.pruning.online import cubic
-from shaver.structure import Gradual, compact_with_report, find_groups, kept_units
+from shaver.structure import Choosing, Gradual, choose_units, compact_with_report, find_groups, kept_units
+from shaver.structure.gradual import UnitPruner
+from shaver.structure.targets import Costs
 
 QUICK = {"every": 2, "update": 4}
 
@@ -101,6 +103,26 @@ def test_a_target_of_flops_is_reached_while_training():
     history = shaver.fit(model, data(), method="map", epochs=5, online=gradual)
     report = compact_with_report(model, x, masks=history.masks)
     assert 0.6 <= 1 - report.after.flops / report.before.flops < 0.7
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_cuts_by_the_same_scores_end_where_one_does(seed):
+    model, groups = cnn()
+    how = {"target": "parameters", "spread": "global"}
+    gradual = Gradual(0.85, groups=groups, **how)
+    pruner = UnitPruner(model, None, groups, Choosing(**how), gradual)
+    # Channels, dear as they are, fall last: were hidden units to make up for them until then, they would be missed.
+    generator = torch.Generator().manual_seed(seed)
+    costs = Costs(model, groups, "parameters")
+    worth = {"0": 3.0, "5": 1.0}
+    scores = {
+        name: worth[name] * costs.price(name) * torch.rand(group.units, generator=generator)
+        for name, group in groups.items()
+    }
+    for progress in (0.3, 0.4, 0.5, 0.6, 0.7):
+        pruner.update(scores, progress)
+    once = choose_units(model, groups, scores, 0.85, **how).kept
+    assert all(torch.equal(pruner.kept[name], once[name]) for name in groups)
 
 
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):

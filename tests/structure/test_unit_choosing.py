@@ -141,6 +141,22 @@ def test_fallen_units_stay_fallen_and_do_not_count_in_the_normalisation():
     assert chosen.widths["2"] == (12, 8)
 
 
+@pytest.mark.parametrize("spread", ["uniform", "global"])
+def test_spared_units_fall_last_and_in_their_own_order(spread):
+    model, groups = fcn()
+    spare = {"0": torch.arange(8) < 4, "2": torch.arange(12) < 6}  # the worst half
+    chooser = Chooser(model, groups, Choosing(spread=spread, normalise="none"))
+    half, quarter = (chooser.choose(rising(groups), sparsity, spare=spare).kept for sparsity in (0.5, 0.75))
+    assert all(torch.equal(half[name], spare[name]) for name in groups)
+    assert all(keep.any() and not bool((keep & ~spare[name]).any()) for name, keep in quarter.items())
+    for name, keep in quarter.items():
+        best = keep.sum()  # of the spared ones, the best stay
+        assert keep[spare[name]].tolist() == [False] * int(spare[name].sum() - best) + [True] * int(best)
+    level = {name: torch.ones(group.units) for name, group in groups.items()}
+    kept = chooser.choose(level, 0.5, spare=spare).kept
+    assert all(torch.equal(kept[name], spare[name]) for name in groups)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

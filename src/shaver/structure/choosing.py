@@ -104,13 +104,16 @@ class Chooser:
         self._groups, self._how = groups, how
         self._costs = None if how.target == "units" else Costs(model, groups, how.target, example)
 
-    def choose(self, scores: Mapping[str, Tensor], sparsity: float, among: Kept | None = None) -> Chosen:
+    def choose(
+        self, scores: Mapping[str, Tensor], sparsity: float, among: Kept | None = None, spare: Kept | None = None
+    ) -> Chosen:
         """The units that stay.
 
         Args:
             scores: Group → one score a unit; the lowest fall first, of equal ones the first.
             sparsity: The share of the target that goes, in [0, 1).
             among: Units that have not fallen yet; the others stay fallen.
+            spare: Units that fall after all others, whatever their scores.
 
         Raises:
             ValueError: Scores are missing, NaN or of another length, or the target is out of reach.
@@ -118,6 +121,8 @@ class Chooser:
         requested = check_sparsity(sparsity)
         self._check(scores)
         values = self._comparable(scores, among)
+        if spare is not None:
+            values = _spared(values, spare)
         ranking = Ranking(
             values, scope="layer" if self._how.spread == "uniform" else "global", minimum=self._how.min_units
         )
@@ -258,6 +263,13 @@ def _step(group: Group, round_to: int) -> int:
     """How many units make a width that is a multiple of ``round_to``."""
     width = min((piece.index.shape[1] for piece in group.slices if piece.role == "makes"), default=1)
     return round_to // math.gcd(round_to, width)
+
+
+def _spared(values: Mapping[str, Tensor], spare: Kept) -> dict[str, Tensor]:
+    """Values by which units to be spared rank above all others, each kind in its own order."""
+    finite = torch.cat([value[value.isfinite()] for value in values.values()])
+    lift = 2 * float(finite.max() - finite.min()) or 1.0
+    return {name: torch.where(spare[name], value + lift, value) for name, value in values.items()}
 
 
 def whole(groups: Groups) -> dict[str, Tensor]:

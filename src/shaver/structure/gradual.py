@@ -110,7 +110,10 @@ class UnitPruner(OnlinePruner):
     def update(self, scores: Mapping[str, Tensor], progress: float) -> Pruned:
         """Prune up to what the schedule asks for at ``progress``, by one score a unit for each group."""
         requested = self.sparsity_at(progress)
-        self.kept = self._chooser.choose(scores, requested, self.kept).kept
+        # What the whole target would keep is spared until then: else one group is thinned out for FLOPs that a wide
+        # unit of another saves soon after, and what has fallen cannot come back.
+        spare = self._chooser.choose(scores, self.target, self.kept).kept if requested < self.target else None
+        self.kept = self._chooser.choose(scores, requested, self.kept, spare).kept
         masks = mask_units(self._model, self.groups, self.kept)
         self._set(masks)
         return report(requested, masks)
