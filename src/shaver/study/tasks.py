@@ -38,8 +38,8 @@ _TUNED: dict[str, Any] = {"optimizer": "adamw", "lr": 2e-5, "source": "ef", "len
 _FROM_SCRATCH: dict[str, Any] = {**_TUNED, "lr": 1e-3}
 #: Fine-tuning keeps the prior in the gradient: Adam bounds its step then, whereas the proximal step of a weight that no
 #: gradient reaches (a word that no review has) is as large as Adam's step is for it, and takes what was pretrained.
-#: So does the move of the posterior mean: δ from a few reviews is noisy, every rise moves weights inwards, no fall moves
-#: them out again, and a few hundred steps cannot learn them anew. These are few steps, so δ moves more often.
+#: So does the move of the posterior mean (MiniLM fell to chance with half of it): δ from a few reviews is noisy, every
+#: rise moves weights inwards, and no fall moves them out again. These are few steps, so δ moves more often.
 _SHORT: dict[str, Any] = {"spam": {"proximal": False, "shrink": 0.0, "every": 5, "update": 20}, "scored": 64}
 
 
