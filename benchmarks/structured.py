@@ -347,12 +347,10 @@ def main() -> None:
     path = asked.folder / f"{asked.name}.csv"
     rows = {identity(row): row for row in read(path)}
     # Two rounds: a network is trained once and then used by several cells.
-    for number, round_ in enumerate(cells_of(asked, setting)):
+    for round_ in cells_of(asked, setting):
         for found in run_cells(setting, round_, asked.jobs):
-            if number or "oneshot" in asked.parts:
-                rows |= {identity(row): row for row in found}
-            if rows:
-                write(path, tidy(rows.values()))
+            rows |= {identity(row): row for row in found}
+            write(path, tidy(rows.values()))
     if "speed" in asked.parts:
         for network in NETWORKS:
             rows |= {identity(row): row for row in speed(network, asked.scale, asked.batch)}
