@@ -7,6 +7,7 @@ gradients themselves for a few samples at a time (where a parameter is used in s
 Shapes: B samples, K output gradients, T positions (pixels, tokens) a sample, g groups, I inputs, O outputs.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -77,6 +78,21 @@ class Shift:
         return _gradient_factor(self.grads, self.groups, reduce)
 
 
+@dataclass(frozen=True)
+class Built:
+    """Per-sample gradients of a weight by a kernel of its own.
+
+    Attributes:
+        gradients: From a slice of samples and their output gradients ``(n, K·O, T)`` to ``(n, K·O, *shape[1:])``.
+        numbers: What one sample and one output gradient weigh in a tile.
+        up_to: The largest K·O for which it is the faster way.
+    """
+
+    gradients: Callable[[slice, Tensor], Tensor]
+    numbers: int
+    up_to: float = math.inf
+
+
 @dataclass
 class Outer:
     """A weight matrix: g_n = Σ_t b_nt a_ntᵀ, with inputs a and output gradients b at T positions.
@@ -88,8 +104,7 @@ class Outer:
         shape: The parameter's shape, ``(g·O, I, …)`` or, transposed, ``(I, O)``.
         groups: g.
         transposed: The parameter is stored ``(I, O)``.
-        built: Where a kernel builds per-sample gradients faster than patches do: a function from a slice of samples and
-            their output gradients ``(n, K·O, T)`` to the gradients ``(n, K·O, *shape[1:])``; without groups.
+        built: A kernel that builds per-sample gradients faster than patches do; only without groups.
     """
 
     inputs: Callable[[slice], Tensor]
@@ -97,7 +112,7 @@ class Outer:
     shape: torch.Size
     groups: int = 1
     transposed: bool = False
-    built: Callable[[slice, Tensor], Tensor] | None = None
+    built: "Built | None" = None
 
     def _to_shape(self, values: Tensor) -> Tensor:
         """``(…, g·O, I)`` → ``(…, *shape)``."""
@@ -125,14 +140,19 @@ class Outer:
         g, outs = self.groups, outputs // self.groups
         ins = self.shape.numel() // outputs
         if positions == 1:
-            squares = torch.stack([grad.squeeze(-1).square().sum(0) for grad in grads]).sum(0)
-            a = self.inputs(slice(None)).squeeze(-1).square().view(batch, g, ins)
-            return self._to_shape(torch.einsum("ngo,ngi->goi", squares.view(batch, g, outs), a).flatten(0, 1))
+            squares = [grad.squeeze(-1).square() for grad in grads]
+            b = squares[0].squeeze(0) if columns == 1 else torch.cat(squares).sum(0)
+            a = self.inputs(slice(None)).squeeze(-1).square()
+            if g == 1:
+                return self._to_shape(b.t() @ a)
+            b, a = b.view(batch, g, outs), a.view(batch, g, ins)
+            return self._to_shape(torch.einsum("ngo,ngi->goi", b, a).flatten(0, 1))
         total = self.grads.new_zeros(g, outs, ins)
-        if self.built is not None:
-            for piece in self._tiles(columns * outputs * ins):
-                b = torch.cat([grad[:, piece] for grad in grads]).transpose(0, 1)
-                total += self.built(piece, b.flatten(1, 2)).square_().sum(0).reshape(columns, outs, ins).sum(0)
+        if self.built is not None and columns * outputs <= self.built.up_to:
+            stacked = grads[0] if len(grads) == 1 else torch.cat(list(grads))
+            for piece in self._tiles(columns * self.built.numbers):
+                b = stacked[:, piece].transpose(0, 1).flatten(1, 2)
+                total += self.built.gradients(piece, b).square_().sum(0).reshape(columns, outs, ins).sum(0)
             return self._to_shape(total.flatten(0, 1))
         for piece in self._tiles(columns * outputs * (ins + positions) + g * ins * positions):
             # (n·g, K·O, T) @ (n·g, T, I)
