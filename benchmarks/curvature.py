@@ -6,9 +6,9 @@
 
 One process, one thread, in seconds of processor time, which other programs disturb less. A MAP epoch is forward,
 backward and an SGD step at batch 128. Repeats are interleaved — in each, every method runs once, and its time is over
-that repeat's MAP epoch's — and the median ratio is shown. Inputs and labels are random: the cost does not depend on
-them. Memory is the rise of the peak resident set (``getrusage``) over one batch in a forked child, so it includes what
-kernels allocate behind torch's back.
+that repeat's MAP epoch's — and the median ratio is shown; steps that are watched online take turns with plain ones.
+Inputs and labels are random: the cost does not depend on them. Memory is the rise of the peak resident set
+(``getrusage``) over one batch in a forked child, so it includes what kernels allocate behind torch's back.
 """
 
 import argparse
@@ -66,19 +66,45 @@ class Row:
         return statistics.median(self.ratios) if self.ratios else float("nan")
 
 
-def train(net: Net, batches: Batches, every: int | None = None, source: str = "ef") -> int:
-    """A MAP epoch; with ``every`` the online accumulator watches each such step."""
-    model = net.build().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    data_size = sum(len(y) for _, y in batches)
-    watcher = curvature.OnlineCurvature(model, data_size=data_size, source=source, every=every) if every else None
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        with watcher.watch() if watcher else nullcontext():
+class Trainer:
+    """MAP epochs of one network; with ``every`` the online accumulator watches each such step.
+
+    What the accumulator plans in its first step, once a training, is in the warm-up.
+    """
+
+    def __init__(self, net: Net, every: int | None = None, source: str = "ef") -> None:
+        self.net, self.every, self.source = net, every, source
+        self.model: torch.nn.Module | None = None
+
+    def __call__(self, batches: Batches) -> int:
+        """Train on the batches; returns how many parameters there are."""
+        for x, y in batches:
+            self.step(x, y)
+        assert self.model is not None
+        return sum(p.numel() for p in self.model.parameters())
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        """Seconds of processor time for one step."""
+        if self.model is None:
+            self.model = self.net.build().train()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+            self.watcher = None
+            if self.every:
+                self.watcher = curvature.OnlineCurvature(self.model, 60000, source=self.source, every=self.every)
+        began = time.process_time()
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        with self.watcher.watch() if self.watcher else nullcontext():
             loss.backward()
-        optimizer.step()
-    return sum(p.numel() for p in model.parameters())
+        self.optimizer.step()
+        return time.process_time() - began
+
+    def beside(self, plain: "Trainer", batches: Batches) -> list[float]:
+        """Its time over that of plain steps which take turns with its own, for each round of ``every`` steps."""
+        assert self.every
+        pairs = [(self.step(x, y), plain.step(x, y)) for x, y in batches]
+        rounds = [pairs[i : i + self.every] for i in range(0, len(pairs) - self.every + 1, self.every)]
+        return [sum(own for own, _ in part) / sum(other for _, other in part) for part in rounds]
 
 
 def ours(net: Net, batches: Batches, structure: str, source: str) -> int:
@@ -92,14 +118,13 @@ def ours(net: Net, batches: Batches, structure: str, source: str) -> int:
 def rows_of(name: str, libraries: list[str]) -> list[Row]:
     """MAP first, then ours, the online accumulator, and the peers."""
     net = NETS[name]
-    rows = [Row(name, MAP, "", "", lambda batches: train(net, batches))]
+    rows = [Row(name, MAP, "", "", Trainer(net))]
     for structure, source in KINDS:
         rows.append(
             Row(name, OURS, structure, source, lambda b, s=structure, k=source: ours(net, b, s, k))  # type: ignore[misc]
         )
     for source, every in [("ef", 4), ("ef", 10), ("mc", 4)]:
-        run = lambda b, e=every, s=source: train(net, b, e, s)  # noqa: E731
-        rows.append(Row(name, f"{OURS} online, every {every}th step", "diag", source, run))
+        rows.append(Row(name, f"{OURS} online, every {every}th step", "diag", source, Trainer(net, every, source)))
     for library in libraries:
         for structure, source in KINDS:
             run = lambda b, p=PEERS[library], s=structure, k=source: p(net.build(), b, s, k)  # noqa: E731
@@ -127,13 +152,14 @@ def _skip(batches: Batches) -> int:
 
 
 def time_rows(rows: list[Row], batches: Batches, repeats: int, advance: Callable[[], None]) -> None:
-    """Interleaved: each repeat runs every method once, MAP first."""
+    """Interleaved: each repeat runs every method once, MAP first; online rows step by step beside MAP."""
     for repeat in range(repeats + 1):
         epoch = 0.0
         for row in [row for row in rows if row.run is not _skip]:
             start = time.process_time()
+            online = isinstance(row.run, Trainer) and row.run.every
             try:
-                row.run(batches if repeat else batches[:1])  # the first round warms up
+                row.run(batches[:1] if not repeat or online else batches)  # the first round warms up
             except Exception as problem:
                 if row.library == MAP:
                     raise
@@ -141,7 +167,11 @@ def time_rows(rows: list[Row], batches: Batches, repeats: int, advance: Callable
                 continue
             elapsed = time.process_time() - start
             epoch = elapsed if row.library == MAP else epoch
-            if repeat:
+            if repeat and isinstance(row.run, Trainer) and online:
+                assert isinstance(rows[0].run, Trainer)
+                row.ratios += row.run.beside(rows[0].run, batches)
+                advance()
+            elif repeat:
                 row.seconds.append(elapsed)
                 row.ratios.append(elapsed / epoch)
                 advance()
