@@ -164,13 +164,13 @@ def figure(rows: list[Row], path: Path) -> None:
         for row in (r for r in ended if r["experiment"] == name):
             at = row["widths"] if row["part"] == "scratch" else row.get("ratio", row.get("sparsity"))
             curves[row["training"], row["kind"]][at].append(row)
-        lowest = 100.0
+        accuracies: list[float] = []
         for (training, kind), points in curves.items():
             means = [
                 {k: statistics.fmean(r[k] for r in mine) for k in ("flops", "accuracy")} for mine in points.values()
             ]
             curve = sorted((mean["flops"], 100 * mean["accuracy"]) for mean in means)
-            lowest = min(lowest, *(accuracy for _, accuracy in curve))
+            accuracies += [accuracy for _, accuracy in curve]
             if kind == "dense":
                 axis.axhline(curve[0][1], color="#bbbbbb", linestyle=_dashes(training), lw=1)
                 continue
@@ -182,7 +182,7 @@ def figure(rows: list[Row], path: Path) -> None:
                 marker="D" if family == "gradual" else "*" if family == "from scratch" else "o",
                 ms=6 if strong else 3.5, lw=1.8 if strong else 1.0, alpha=1.0 if strong else 0.7,
             )  # fmt: skip
-        axis.set(xscale="log", title=name, xlabel="FLOPs a sample", ylim=(max(lowest - 1, 75), None))
+        axis.set(xscale="log", title=name, xlabel="FLOPs a sample", ylim=_window(accuracies))
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("accuracy, %")
     handles = [Line2D([], [], color=_FAMILIES[key], label=key) for key in _FAMILIES if key in families]
@@ -190,6 +190,11 @@ def figure(rows: list[Row], path: Path) -> None:
     handles.append(Line2D([], [], color="#bbbbbb", label="dense"))
     plot.legend(handles=handles, loc="outside lower center", ncols=4 if len(names) < 3 else 7, frameon=False)
     plot.savefig(path, metadata={"Date": None})
+
+
+def _window(accuracies: Sequence[float]) -> tuple[float, float]:
+    """From what is worth looking at, at most ten points below the best, to just above the best."""
+    return max(min(accuracies) - 0.5, max(accuracies) - 10), max(accuracies) + 0.5
 
 
 def _dashes(training: str) -> str:

@@ -22,7 +22,7 @@ SPARSITIES = (0.5, 0.75, 0.9)
 #: Where widths come out odd, and what they are rounded to.
 ODD, ROUNDED = 0.6, (1, 8, 16)
 #: Rounds of calls to time, even if they take long.
-FEWEST = 7
+FEWEST = 5
 
 
 def speed(name: str, scale: float, batch: int) -> list[Row]:
