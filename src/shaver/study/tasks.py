@@ -106,12 +106,12 @@ _ALL = (
     _cpu(
         "minilm-imdb", "MiniLM instead of DistilBERT, 1,200 of 25,000 reviews, 250 to test, 128 of 512 tokens, 2 of 5 "
         "epochs", {"name": "minilm"}, "imdb", 2, **_TUNED | _SHORT | {"length": 128, "lr": 1e-4}, batch_size=16,
-        samples=1200, test_samples=250,
+        samples=1200, test_samples=250, epoch_seconds=120.0, pass_seconds=4.0,
     ),
     _cpu(
         "small-gpt-imdb", "a small GPT instead of GPT-2, 5,000 of 25,000 reviews, 1,000 to test, 128 of 512 tokens, "
         "3 epochs", {"name": "small-gpt"}, "imdb", 3, **_FROM_SCRATCH | {"length": 128}, batch_size=32,
-        samples=5000, test_samples=1000,
+        samples=5000, test_samples=1000, epoch_seconds=99.0, pass_seconds=3.5,
     ),
     _cpu(
         "small-gpt-words", "a small GPT, 5,000 of 25,000 reviews, 500 to test, 64 of 512 tokens, 3 epochs",
