@@ -21,9 +21,7 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
     """θ ← θ / (1 + η · strength · δ) after the optimizer's step: the proximal step for ½ · strength · θᵀδθ.
 
     An explicit gradient step diverges where η · strength · δ > 2; this one cannot. η is the effective step size of
-    the optimizer for each weight, see :func:`effective_step`. Where that is a step for each weight, lr/√v̂, the prior's
-    own gradient counts in the root, lr/√(v̂ + (strength · δθ)²), as if the optimizer had seen it: a weight whose data
-    gradient is zero, such as an embedding of a word that has not occurred, moves by no more than lr.
+    the optimizer for each weight, see :func:`effective_step`.
 
     Args:
         optimizer: Has just stepped.
@@ -39,9 +37,6 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
         steps = [local(step) if isinstance(step, Tensor) else step for step in steps]
         if any(isinstance(step, Tensor) for step in steps):
             factors = [d * (step * strength) for d, step in zip(precisions, steps, strict=True)]
-            for factor, p in zip(factors, weights, strict=True):  # its size against the root of v̂
-                against = local(p).to(factor.dtype).mul(factor).div_(float(group["lr"]) or 1.0)
-                factor.div_(against.hypot_(torch.ones((), dtype=factor.dtype, device=factor.device)))
         else:  # one step size for the whole group
             factors = list(torch._foreach_mul(precisions, steps[0] * strength))
         torch._foreach_add_(factors, 1.0)
