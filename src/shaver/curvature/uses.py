@@ -112,7 +112,7 @@ class Outer:
     shape: torch.Size
     groups: int = 1
     transposed: bool = False
-    built: "Built | None" = None
+    built: Built | None = None
 
     def _to_shape(self, values: Tensor) -> Tensor:
         """``(…, g·O, I)`` → ``(…, *shape)``."""
