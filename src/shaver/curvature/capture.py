@@ -90,8 +90,8 @@ class Spread:
 @contextmanager
 def recording(
     modules: Mapping[str, nn.Module],
-    copies: Sequence[Copies] = (),
-    count: int = 0,
+    copies: Sequence[Copies],
+    count: int,
     linears: Mapping[str, Tensor] | None = None,
     spread: Mapping[str, Spread] | None = None,
 ) -> Iterator[list[Call]]:
@@ -100,7 +100,7 @@ def recording(
     Args:
         modules: Name → module.
         copies: Raw parameters to give one copy a sample.
-        count: The number of samples, for ``copies`` and ``spread``.
+        count: The number of samples.
         linears: Weights whose use in ``F.linear`` outside a layer of their own is recorded too.
         spread: Name → how, for those of ``modules`` whose input has no samples.
     """
@@ -161,10 +161,10 @@ def watch(
     count: Callable[[], int],
     spread: Mapping[str, Spread],
 ) -> list[RemovableHandle]:
-    """Register the hooks behind :func:`recording`; ``count`` is asked at every call, 0 turns copies off."""
+    """Register the hooks behind :func:`recording`; ``count`` is asked at every call, and 0 turns them off."""
     handles = []
     for name, module in modules.items():
-        hook = spreader(name, spread[name], keep, count) if name in spread else recorder(name, keep)
+        hook = spreader(name, spread[name], keep, count) if name in spread else recorder(name, keep, count)
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     for raw in copies:
         handles.append(raw.module.register_forward_pre_hook(copier(raw, keep, count)))
@@ -193,10 +193,12 @@ def _restorer(raw: Copies) -> Callable[..., None]:
     return after
 
 
-def recorder(name: str, keep: Callable[[Call], None]) -> Callable[..., None]:
+def recorder(name: str, keep: Callable[[Call], None], count: Callable[[], int]) -> Callable[..., None]:
     """A forward hook that hands every call with a gradient to ``keep``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not count():
+            return
         inputs = _first_tensor(args, kwargs)
         if isinstance(output, Tensor) and output.requires_grad and inputs is not None:
             keep(Call(name, module, inputs.detach(), get_gradient_edge(output), output.numel()))
@@ -208,7 +210,7 @@ def spreader(
     name: str, how: Spread, keep: Callable[[Call], None], count: Callable[[], int]
 ) -> Callable[..., Tensor | None]:
     """The same for a module whose input has no samples: input and output are given one copy a sample."""
-    record = recorder(name, keep)
+    record = recorder(name, keep, count)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
         inputs, samples = _first_tensor(args, kwargs), count()

@@ -78,7 +78,7 @@ class _Probe:
         self.candidates = {n: list(rules_for(module)) for n, module in model.named_modules() if n in self.owners}
         self.modules = {name: model.get_submodule(name) for name, rules in self.candidates.items() if rules}
         matrices = {name: w for name, w in self.weights.items() if w.ndim == 2}
-        with recording(self.modules, linears=matrices) as calls:
+        with recording(self.modules, [], self.count, matrices) as calls:
             outputs = self.function.at(self.weights, self.batch)
         self.calls = _without_inner(calls)
         self._adopt_functional()
@@ -151,7 +151,7 @@ class _Probe:
             if len(shapes) > 1 or not how.fits(self.passed[module][0][0].inputs):
                 continue
             try:
-                with recording({module: self.modules[module]}, count=self.count, spread={module: how}) as calls:
+                with recording({module: self.modules[module]}, [], self.count, spread={module: how}) as calls:
                     again = self.function.at(self.weights, self.batch)
                 if not _close(again.detach(), self.outputs, 0.0):
                     continue
