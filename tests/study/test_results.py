@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from pathlib import Path
+
 import shaver
 from shaver.study import load_runs, provenance
 from shaver.study.results import COLUMNS, collect
@@ -111,6 +113,11 @@ def test_the_version_changes_with_what_the_code_does_and_not_with_what_is_said_a
     version = copy_of_the_code('"""Says."""\ndef f(x):\n    """Doubles."""\n    return 2 * x\n')
     assert version == copy_of_the_code('"""Says more."""\n\ndef f(x):  # a comment\n    """Twice."""\n    return 2*x\n')
     assert version != copy_of_the_code('"""Says."""\ndef f(x):\n    """Doubles."""\n    return 3 * x\n')
+
+
+def test_every_room_that_counts_exists():
+    root = Path(shaver.__file__).parent
+    assert [room for room in provenance._STRUCTURE if not (root / room).exists()] == []
 
 
 def test_the_command_line_does_not_change_the_version(copy_of_the_code):

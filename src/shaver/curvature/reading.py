@@ -51,9 +51,8 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
         if not rows:
             return None
     step = max(1, PIECE // f.shape[1])
-    sums = sum(_sums(*piece) for piece in zip(f.split(step), g.split(step), strict=True))
-    assert isinstance(sums, Tensor)
-    of_others, p_of_others, nll, gg, gq, qq = sums.tolist()
+    pieces = zip(torch.split(f, step), torch.split(g, step), strict=True)
+    of_others, p_of_others, nll, gg, gq, qq = torch.stack([_sums(*piece) for piece in pieces]).sum(0).tolist()
     _check_finite(math.isfinite(gg))
     factor = of_others / p_of_others if p_of_others else math.nan
     missed = math.sqrt(max(gg - 2 * factor * gq + factor**2 * qq, 0.0))

@@ -1,18 +1,17 @@
 """A trained network, pruned and measured: one row for each criterion and sparsity."""
 
-import copy
 import math
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from shaver.criteria import needs, score
+from shaver.criteria import needs
 from shaver.data import Splits
 from shaver.measure import cost, latency, quality
-from shaver.pruning import Pruned, prune
+from shaver.study.cutting import Cut, Units, Weights
 from shaver.study.grid import Cell
 from shaver.study.language import Reviews, after_the_fact
 from shaver.study.store import Report, Trained, scored_batches
@@ -36,68 +35,54 @@ def evaluate(
         report: Told before each criterion.
     """
     stage = cell.stage
-    if stage.name == "structured":
-        from shaver.study.structured import evaluate_structured
-
-        yield from evaluate_structured(cell, trained, data, skip=skip, report=report)
-        return
     if stage.name == "online":
         if not skip:
             yield [_online_row(cell, trained, data)]
         return
     if stage.name == "two-steps":
         trained = _after_two_steps(cell, trained, data)
+    cutter = Units(trained, data) if stage.name == "structured" else Weights(trained)
     if DENSE not in skip:
         report("measuring the dense network", 0, len(stage.criteria))
-        yield [dense_row(trained, data)]
+        yield [_dense_row(trained, data)]
     for number, criterion in enumerate(stage.criteria):
         if criterion in skip:
             continue
-        report(f"pruning by {criterion}", number, len(stage.criteria))
-        scores, seconds = timed_scores(cell, trained, data, criterion)
+        report(f"{cutter.verb} by {criterion}", number, len(stage.criteria))
+        began = time.perf_counter()
+        scores = cutter.score(criterion, batches=scored_batches(data), seed=cell.training.fit["seed"])
+        seconds = time.perf_counter() - began
+        if "posterior" in needs(criterion):  # where only scoring needed the curvature
+            seconds += trained.facts["posterior_seconds"]
         rows = []
         for sparsity in stage.sparsities:
-            network = copy.deepcopy(trained.model)
-            pruned = prune(network, scores, sparsity, posterior=trained.posterior)
-            row: Row = {"criterion": criterion, "sparsity": sparsity, "achieved": pruned.achieved}
-            row |= {"score_seconds": seconds}
+            cut = cutter.cut(scores, sparsity)
+            row: Row = {"criterion": criterion, "sparsity": sparsity, "achieved": cut.achieved}
+            row["score_seconds"] = seconds
             if stage.epochs:
                 row["tuning_epochs"] = stage.epochs
-                fine_tune(cell, network, data, pruned)
-            else:
-                row["log_evidence"] = log_evidence(trained) + (pruned.evidence_change or 0.0)
-            rows.append(row | measured(network, data))
+                _fine_tune(cell, cut, data)
+            elif cut.evidence_change is not None:
+                row["log_evidence"] = _log_evidence(trained) + cut.evidence_change
+            rows.append(row | _measured(cut.network, data, timed=cutter.faster))
         yield rows
 
 
-def dense_row(trained: Trained, data: Splits) -> Row:
+def _dense_row(trained: Trained, data: Splits) -> Row:
     """The network before pruning, with its latency."""
-    row: Row = {"criterion": DENSE, "sparsity": 0.0, "achieved": 0.0, "log_evidence": log_evidence(trained)}
-    return row | measured(trained.model, data, timed=True)
+    row: Row = {"criterion": DENSE, "sparsity": 0.0, "achieved": 0.0, "log_evidence": _log_evidence(trained)}
+    return row | _measured(trained.model, data, timed=True)
 
 
-def timed_scores(cell: Cell, trained: Trained, data: Splits, criterion: str) -> tuple[dict[str, Tensor], float]:
-    """The scores and the seconds they took, with the curvature estimate where only scoring needed it."""
-    began = time.perf_counter()
-    batches = scored_batches(data)
-    seed = cell.training.fit["seed"]
-    scores = score(trained.model, criterion, posterior=trained.posterior, batches=batches, seed=seed)
-    seconds = time.perf_counter() - began
-    if "posterior" in needs(criterion):
-        seconds += trained.facts["posterior_seconds"]
-    return scores, seconds
-
-
-def fine_tune(cell: Cell, network: nn.Module, data: Splits, pruned: Pruned | None = None) -> None:
+def _fine_tune(cell: Cell, cut: Cut, data: Splits) -> None:
     """Train on under the prior of MAP at a tenth of the learning rate, the zeros held."""
     options = {name: cell.training.fit[name] for name in ("optimizer", "batch_size", "seed")}
     decay = Options(weight_decay=cell.training.temperature / len(data.train))
-    masks = None if pruned is None else pruned.masks
-    lr = cell.training.fit["lr"] / 10
-    fit(network, data.train, method="map", epochs=cell.stage.epochs, lr=lr, masks=masks, options=decay, **options)
+    lr, epochs = cell.training.fit["lr"] / 10, cell.stage.epochs
+    fit(cut.network, data.train, method="map", epochs=epochs, lr=lr, masks=cut.masks, options=decay, **options)
 
 
-def measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
+def _measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
     """Quality on the test data and cost.
 
     ``bytes`` are those of the smallest way to store the network, ``flops`` those that it executes: masked weights are
@@ -116,7 +101,7 @@ def measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
     return row
 
 
-def log_evidence(trained: Trained) -> float:
+def _log_evidence(trained: Trained) -> float:
     """Of the dense network; NaN without the likelihood of the data, and for L1, whose prior is no Gaussian."""
     if "l1" in trained.facts or not math.isfinite(trained.posterior.curvature.log_likelihood):
         return math.nan
@@ -136,4 +121,4 @@ def _online_row(cell: Cell, trained: Trained, data: Splits) -> Row:
     criterion = "opd" if cell.training.labels["method"] == "spam" else "magnitude"
     row: dict[str, Any] = {"criterion": criterion, "sparsity": cell.training.online}
     row |= {"achieved": trained.facts["online"], "score_seconds": 0.0}
-    return row | measured(trained.model, data)
+    return row | _measured(trained.model, data)

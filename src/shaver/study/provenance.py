@@ -13,11 +13,11 @@ import shaver
 
 #: What the numbers come from. Tables, figures, the command line and integrations do not change a result.
 _TRAINING = (
-    *("batches.py", "curvature", "data", "evidence", "likelihoods.py", "priors.py", "spam.py", "stepping.py"),
-    *("study/language.py", "study/store.py", "training", "zoo"),
+    *("batches.py", "curvature", "data", "evidence", "likelihoods.py", "priors.py", "settings.py", "spam.py"),
+    *("stepping.py", "study/language.py", "study/store.py", "training", "zoo"),
 )
-_PRUNING = (*_TRAINING, "criteria", "measure", "pruning", "study/evaluation.py")
-_STRUCTURE = (*_PRUNING, "structure", "study/structured.py")
+_PRUNING = (*_TRAINING, "criteria", "measure", "pruning", "study/cutting.py", "study/evaluation.py")
+_STRUCTURE = (*_PRUNING, "structure")
 _PACKAGES = ("shaver", "torch", "numpy", "scikit-learn", "torch-pruning", "pandas")
 
 
