@@ -1,10 +1,9 @@
 """Results: one function reads run folders; what cannot be read is named; a version changes when the code does."""
 
 import json
+from pathlib import Path
 
 import pytest
-
-from pathlib import Path
 
 import shaver
 from shaver.study import load_runs, provenance
