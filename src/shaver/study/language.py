@@ -7,6 +7,7 @@ language models: ``fit``, criteria, quality, compaction. Nothing here ever downl
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +212,7 @@ def after_the_fact(model: nn.Module, data: InMemory, *, batch_size: int, steps: 
     mode = model.training
     model.train()
     try:
-        batches = iter(data.batches(batch_size, shuffle=True, seed=seed))
-        for x, y in (next(batches) for _ in range(steps)):
+        for x, y in islice(data.batches(batch_size, shuffle=True, seed=seed), steps):
             loss: Any = spam.loss(model(x), y)
             loss.backward()
             spam.observe()
