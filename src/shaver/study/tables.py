@@ -96,13 +96,18 @@ def comma_separated(sheet: Sheet) -> str:
 
 
 def latex(sheet: Sheet) -> str:
-    r"""A ``table`` for ``\usepackage{booktabs}``, and nothing else; the best bold, the best of a group underlined."""
+    r"""A ``table`` for ``\usepackage{booktabs,graphicx}``; the best bold, the best of a group underlined.
+
+    It is made narrower where it would be wider than the line.
+    """
     count, start = len(sheet.columns), len(sheet.heads)
     out = [
+        r"% \usepackage{booktabs,graphicx}",
         r"\begin{table}[t]",
         r"\centering",
         rf"\caption{{{_tex(sheet.title)}. {_tex(_note(sheet, 'bold', 'underlined'))}}}",
         rf"\label{{tab:{sheet.name}}}",
+        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
         rf"\begin{{tabular}}{{@{{}}{'l' * start}{'r' * count}@{{}}}}",
         r"\toprule",
     ]
@@ -115,7 +120,7 @@ def latex(sheet: Sheet) -> str:
             out.append(r"\addlinespace")
         labels = ["" if i == 0 and not begins else _tex(label) for i, label in enumerate(line.labels)]
         out.append(" & ".join([*labels, *map(_tex_entry, line.entries)]) + r" \\")
-    return "\n".join([*out, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
+    return "\n".join([*out, r"\bottomrule", r"\end{tabular}}", r"\end{table}", ""])
 
 
 def cost_table(rows: Sequence[Row]) -> Table:
