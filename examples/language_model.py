@@ -24,7 +24,7 @@ train, test = rows[:2000], rows[2000:]
 torch.manual_seed(0)
 config = BertConfig(vocab_size=30, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
 model = BertForSequenceClassification(config)
-callback = SpaMCallback(prior="parameter")  # everything that shaver.SpaM takes
+callback = SpaMCallback(settings=shaver.settings.Settings())  # from scratch; leave it out when you fine-tune
 arguments = TrainingArguments(
     output_dir=tempfile.mkdtemp(), num_train_epochs=epochs, per_device_train_batch_size=32, learning_rate=1e-3,
     report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True, seed=0,

@@ -70,6 +70,12 @@ class Settings:
 #: While δ burns in or is frozen, looks are so many times rarer: H is wanted at the next update or at the end only.
 IDLE = 4
 
+#: For pretrained weights. The prior stays in the gradient, where Adam bounds its step: the proximal step of a weight
+#: that no gradient reaches (a word that no text has) is as large as Adam's is for it, and takes what was pretrained. So
+#: does the posterior mean's move: δ from a few samples is noisy, each rise moves weights inwards, and no fall moves
+#: them out again. These are few steps, so that δ moves more often.
+FINE_TUNING = Settings(every=5, update=20, shrink=0.0, proximal=False)
+
 #: The paper's algorithm: GGN after every epoch, 100 steps of Adam on log δ, the prior as a gradient.
 PAPER = Settings(
     source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean"

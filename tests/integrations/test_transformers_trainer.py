@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from shaver.integrations.transformers import KEY, SpaMCallback, check_tokenizer
+from shaver.settings import FINE_TUNING
 from shaver.spam import SpaM
 
 N, BATCH, EPOCHS, WARMUP, LR = 16, 4, 4, 2, 1e-2
@@ -65,7 +66,7 @@ def in_a_loop(causal: bool, accumulation: int, **options: Any) -> tuple[nn.Modul
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     steps = EPOCHS * (N // BATCH // accumulation)
     schedule = T.get_linear_schedule_with_warmup(optimizer, WARMUP, steps)
-    spam = SpaM(model, N, total_steps=steps, **QUICK, **options)
+    spam = SpaM(model, N, total_steps=steps, settings=FINE_TUNING, **QUICK, **options)
     collate = T.default_data_collator
     for _ in range(EPOCHS):
         loader = iter(DataLoader(rows(causal), BATCH, collate_fn=collate))

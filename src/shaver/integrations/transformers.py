@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shaver.closures import inner_optimizer, scale_of
 from shaver.evidence import Posterior
+from shaver.settings import FINE_TUNING, Settings
 from shaver.spam import SpaM
 
 try:
@@ -42,6 +43,8 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
         total_steps: How many optimizer steps training takes; None: what the Trainer expects.
         log: Add log evidence, effective parameters and the rest, under ``spam/``, to what the Trainer logs.
         logger: Gets those numbers as well: anything with ``log(dict, step)``, such as a run of a tracker.
+        settings: How δ is learned. The default is gentle with pretrained weights; from scratch, where more is to be
+            pruned, pass ``settings=shaver.settings.Settings()``.
         options: Everything else :class:`shaver.SpaM` takes: ``prior="unit"``, ``source="ef"``, ``update=100``.
 
     Attributes:
@@ -55,6 +58,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
         total_steps: int | None = None,
         log: bool = True,
         logger: Any = None,
+        settings: Settings = FINE_TUNING,
         **options: Any,
     ) -> None:
         if options.get("structure", "diag") != "diag" or options.get("online") is False:
@@ -63,6 +67,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
                 "shaver.SpaM in a loop of your own."
             )
         self.data_size, self.total_steps, self.options = data_size, total_steps, options
+        self.settings = settings
         self.log, self.logger = log, logger
         self.spam: SpaM | None = None
         self._handles: list[RemovableHandle] = []
@@ -91,6 +96,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
             self.data_size or _data_size(known.get("train_dataloader")),
             total_steps=self.total_steps or state.max_steps or None,
             group=torch.distributed.group.WORLD if args.world_size > 1 else None,
+            settings=self.settings,
             **self.options,
         )
         if earlier is not None:

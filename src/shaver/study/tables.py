@@ -107,6 +107,7 @@ def latex(sheet: Sheet) -> str:
         r"\centering",
         rf"\caption{{{_tex(sheet.title)}. {_tex(_note(sheet, 'bold', 'underlined'))}}}",
         rf"\label{{tab:{sheet.name}}}",
+        r"\smallskip",
         r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
         rf"\begin{{tabular}}{{@{{}}{'l' * start}{'r' * count}@{{}}}}",
         r"\toprule",

@@ -6,6 +6,7 @@ over the test data in seconds of one core, on a two-core machine without a GPU.
 
 from typing import Any
 
+from shaver.settings import FINE_TUNING
 from shaver.study.recipe import Task
 
 _TITLES = {
@@ -36,11 +37,11 @@ _LARGE: dict[str, Any] = {"augment": True, "lr": 0.1, "temperature": 0.2, "burn_
 #: Fine-tuning as the paper does it: 512 tokens, the empirical Fisher.
 _TUNED: dict[str, Any] = {"optimizer": "adamw", "lr": 2e-5, "source": "ef", "length": 512}
 _FROM_SCRATCH: dict[str, Any] = {**_TUNED, "lr": 1e-3}
-#: Fine-tuning keeps the prior in the gradient: Adam bounds its step then, whereas the proximal step of a weight that no
-#: gradient reaches (a word that no review has) is as large as Adam's step is for it, and takes what was pretrained.
-#: So does the move of the posterior mean (MiniLM fell to chance with half of it): δ from a few reviews is noisy, every
-#: rise moves weights inwards, and no fall moves them out again. These are few steps, so δ moves more often.
-_SHORT: dict[str, Any] = {"spam": {"proximal": False, "shrink": 0.0, "every": 5, "update": 20}, "scored": 64}
+#: The recipes for language models are short, and most of them fine-tune.
+_SHORT: dict[str, Any] = {
+    "spam": {name: getattr(FINE_TUNING, name) for name in ("proximal", "shrink", "every", "update")},
+    "scored": 64,
+}
 
 
 def _paper(name: str, network: dict[str, Any], data: str, epochs: int, **settings: Any) -> Task:
