@@ -16,12 +16,13 @@ own δ for each entry, a scalar its own. In a grouped convolution, inputs with t
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shaver.naming import check_name
+from shaver.ranks import ALONE, Ranks
 from shaver.selection import Dims, Selection, take
 
 #: log δ is kept between these: a weight the data know nothing about would have δ = 0, an irrelevant one δ = ∞.
@@ -110,11 +111,13 @@ class Factor:
         key: Its name in a state dict.
         layouts: Parameter name → how the numbers spread over that parameter.
         values: The numbers; replaced by an update, never written in place, so that a snapshot keeps its own.
+        ranks: Processes that each have other weights of the same groups, and the same numbers for them.
     """
 
     key: str
     layouts: dict[str, Layout]
     values: Tensor
+    ranks: Ranks = ALONE
 
 
 class Prior:
@@ -160,7 +163,7 @@ class Prior:
 
     def snapshot(self) -> "Prior":
         """The same δ, untouched by later updates of this prior; shares memory until then."""
-        return Prior(self.kind, [Factor(f.key, f.layouts, f.values) for f in self.factors], self.bounds)
+        return Prior(self.kind, [replace(f) for f in self.factors], self.bounds)
 
     def select(self, kept: Selection, added: Mapping[str, Tensor] | None = None, init: float = 1.0) -> "Prior":
         """The prior of a network of which only part stays: each weight that does keeps its δ.
@@ -176,7 +179,7 @@ class Prior:
             values = factor.values
             for name, layout in factor.layouts.items():
                 layouts[name], values = layout.select(values, kept.get(name, {}))
-            factors.append(Factor(factor.key, layouts, values))
+            factors.append(Factor(factor.key, layouts, values, factor.ranks))
         for name, parameter in (added or {}).items():
             if self.kind == "scalar":
                 factors[0].layouts[name] = Axes(parameter.shape, ())
@@ -185,6 +188,19 @@ class Prior:
                 made[0].values = made[0].values * init
                 factors += made
         return Prior(self.kind, factors, self.bounds)
+
+    def of_rows(self, rows: Mapping[str, Tensor], ranks: Ranks) -> "Prior":
+        """The prior of some rows of each parameter, the others being on other ranks.
+
+        Args:
+            rows: Parameter → which rows are here.
+            ranks: All of them. What does not differ by row is theirs together.
+        """
+        here = self.select({name: {0: kept} for name, kept in rows.items()})
+        for factor in here.factors:
+            if not any(isinstance(layout, Axes) and 0 in layout.keep for layout in factor.layouts.values()):
+                factor.ranks = ranks
+        return here
 
     def fix_gauge(self) -> None:
         """Where two factors multiply, (c·a, b/c) is the same δ: make the second one's geometric mean 1."""

@@ -59,6 +59,14 @@ class Ranks:
         dist.all_reduce(packed, group=self.group)
         return [float(number) for number in packed.tolist()]
 
+    def range(self, least: float, most: float) -> tuple[float, float]:
+        """The least of the one and the most of the other over the ranks."""
+        if not self:
+            return least, most
+        packed = torch.tensor([least, -most], dtype=torch.float64, device=self._device())
+        dist.all_reduce(packed, op=dist.ReduceOp.MIN, group=self.group)
+        return float(packed[0]), -float(packed[1])
+
     def share(self, value: Any) -> Any:
         """The first rank's value (anything that can be pickled, between processes of one run) on every rank."""
         if not self:

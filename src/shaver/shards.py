@@ -35,21 +35,22 @@ def scattered(squares: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows of a tensor that every rank has whole."""
+    """This rank's rows of a tensor that every rank has whole and that is laid out as ``like``, or has its rows."""
     if is_sharded(whole):
         return local(whole)
-    if not is_sharded(like) or whole.shape != like.shape:
+    if not is_sharded(like) or whole.shape not in (like.shape, like.shape[:1]):
         return whole
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     return local(distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)).clone()
 
 
 def joined(rows: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows as part of a ``DTensor`` that is laid out as ``like``; no copy, no message."""
-    if not is_sharded(like) or rows.shape != local(like).shape:
+    """This rank's rows as part of a ``DTensor`` that is laid out as ``like``, or has its rows; no copy, no message."""
+    if not is_sharded(like) or rows.shape not in (local(like).shape, local(like).shape[:1]):
         return rows
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(rows, mesh, placements, shape=like.shape, stride=like.stride())
+    shape, stride = (like.shape, like.stride()) if rows.ndim == like.ndim else (like.shape[:1], (1,))
+    return DTensor.from_local(rows, mesh, placements, shape=shape, stride=stride)
 
 
 def gathered(state: Any) -> Any:
@@ -113,17 +114,33 @@ def mesh_group(model: nn.Module) -> Any:
 
 
 def check_settings(prior: object, settings: Any) -> None:
-    """Refuse what needs more than a rank's own rows.
+    """Refuse what needs more than a rank's own rows and sums over them.
 
     Raises:
         ValueError: With the setting that would work.
     """
-    if prior != "parameter" or not settings.online or settings.method != "fixed_point" or settings.source != "ef":
+    if callable(prior) or not settings.online or settings.method != "fixed_point" or settings.source != "ef":
         raise ValueError(
-            'with sharded parameters SpaM learns prior="parameter" online by fixed point from source="ef"; this is '
-            f"prior={prior!r}, online={settings.online}, method={settings.method!r}, source={settings.source!r}. "
-            "DistributedDataParallel takes all of them."
+            "with sharded parameters SpaM learns a prior that has a name online by fixed point from "
+            f'source="ef"; this is prior={prior!r}, online={settings.online}, method={settings.method!r}, '
+            f"source={settings.source!r}. DistributedDataParallel takes all of them."
         )
+
+
+def row_numbers(parameter: Tensor) -> Tensor:
+    """Which rows of a sharded parameter this rank has.
+
+    Raises:
+        ValueError: It is sharded along another dimension.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    if not placements[0].is_shard(0):
+        raise ValueError(
+            f'a parameter is sharded as {placements[0]}; priors other than "parameter" need Shard(0), the default of '
+            "fully_shard."
+        )
+    numbers = torch.arange(len(parameter), device=mesh.device_type)
+    return local(distribute_tensor(numbers, mesh, placements, src_data_rank=None))
 
 
 def zeros_for(parameter: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from shaver.priors import Grouping, make_prior
 from shaver.ranks import Ranks, unwrapped
 from shaver.selection import Selection
 from shaver.settings import IDLE, Settings
-from shaver.shards import check_settings, is_sharded, joined, local, rows_of
+from shaver.shards import check_settings, is_sharded, joined, local, row_numbers, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, clear_vanished, take_step, unscale
 
 
@@ -100,7 +100,11 @@ class SpaM:
         self._sharded = any(is_sharded(p) for p in self.theta.values())
         if self._sharded:
             check_settings(prior, settings)
-        self.prior = make_prior(prior, self._rows(), init=settings.initial_precision, bounds=settings.bounds)
+        of_weights = prior == "parameter"  # that one is as large as the network: each rank makes its own rows
+        weights = self._rows() if of_weights else self.theta
+        self.prior = make_prior(prior, weights, init=settings.initial_precision, bounds=settings.bounds)
+        if self._sharded and not of_weights:
+            self.prior = self.prior.of_rows({name: row_numbers(p) for name, p in self.theta.items()}, self.ranks)
         self.steps = self.epochs = self.updates = 0
         self._outputs = 1
         self._attached: dict[int, Attachment] = {}
@@ -312,8 +316,7 @@ class SpaM:
         if self._watcher is None and self._curvature is None:
             return {}
         posterior = self.posterior
-        logs = [factor.values.double().log().sum() for factor in self.prior.factors]
-        numbers = sum(factor.values.numel() for factor in self.prior.factors)
+        own = [factor.values for factor in self.prior.factors if not factor.ranks.rank]  # shared ones count once
         weights = sum(p.numel() for p in posterior.theta.values())
         likelihood = posterior.curvature.log_likelihood / self.settings.temperature
         known = math.isfinite(likelihood)
@@ -321,8 +324,8 @@ class SpaM:
             posterior.effective_parameters,
             posterior.relevance() * weights,
             weights,
-            float(torch.stack(logs).sum()),
-            numbers,
+            sum(float(values.double().log().sum()) for values in own),
+            sum(values.numel() for values in own),
             posterior.log_evidence - likelihood if known else 0.0,
         )
         effective, relevant, count, log_delta, behind, occam = self._whole(*sums)
@@ -378,7 +381,10 @@ class SpaM:
         """
         prior = self.prior.state_dict()
         if self._sharded:
-            prior["values"] = {f.key: joined(f.values, self.theta[f.key]) for f in self.prior.factors}
+            prior["values"] = {
+                f.key: f.values if f.ranks else joined(f.values, self.theta[next(iter(f.layouts))])
+                for f in self.prior.factors
+            }
         return {
             "prior": prior,
             "watcher": None if self._watcher is None else self._watcher.state_dict(),
@@ -392,7 +398,10 @@ class SpaM:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take :meth:`state_dict` back."""
-        values = {key: rows_of(value, self.theta.get(key, value)) for key, value in state["prior"]["values"].items()}
+        values = dict(state["prior"]["values"])
+        for factor in self.prior.factors:
+            if factor.key in values and not factor.ranks:
+                values[factor.key] = rows_of(values[factor.key], self.theta[next(iter(factor.layouts))])
         self.prior.load_state_dict(state["prior"] | {"values": values})
         if (self._watcher is None) != (state["watcher"] is None):
             raise ValueError("the saved SpaM learned online and this one by epochs, or the other way round.")

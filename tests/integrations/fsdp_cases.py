@@ -13,7 +13,7 @@ from shaver.spam import SpaM
 
 
 class Net(nn.Module):
-    """A layer used twice, a norm, a raw parameter, sizes that two ranks cannot share evenly."""
+    """A layer used twice, a norm, raw parameters, sizes that two ranks cannot share evenly or at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,13 +26,22 @@ class Net(nn.Module):
                 nn.Linear(7, 3),
             )
             self.token = nn.Parameter(torch.randn(7))
+            self.place = nn.Parameter(torch.randn(1, 2, 7))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.into(x)) + self.token
+        x = (torch.tanh(self.into(x)).unsqueeze(1) + self.place).mean(1) + self.token
         return self.out(self.norm(self.again(torch.tanh(self.again(x)))))
 
 
-CASES: dict[str, dict[str, Any]] = {"sgd": {}, "adam": {}, "gradient": {"proximal": False}, "mean": {"loss": "mean"}}
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adam": {},
+    "gradient": {"proximal": False},
+    "mean": {"loss": "mean"},
+    "unit": {"prior": "unit"},
+    "layer": {"prior": "layer"},
+    "scalar": {"prior": "scalar"},
+}
 
 
 def start(case: str, size: int) -> tuple[nn.Module, SpaM, torch.optim.Optimizer]:

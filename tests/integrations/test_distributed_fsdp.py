@@ -43,22 +43,23 @@ def test_each_rank_holds_its_own_rows_alone(results: Path):
     assert (first["rows"]["out.bias"], second["rows"]["out.bias"]) == ([2], [1])
 
 
-def test_one_process_goes_on_with_what_two_have_saved(results: Path):
-    state = load_state(results / "half.safetensors")
-    model, spam, optimizer = start("sgd", 1)
+@pytest.mark.parametrize("case", ["sgd", "unit"])
+def test_one_process_goes_on_with_what_two_have_saved(results: Path, case: str):
+    state = load_state(results / f"half-{case}.safetensors")
+    model, spam, optimizer = start(case, 1)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     spam.load_state_dict(state["spam"])
     train(model, spam, optimizer, 0, 1, 1)
-    expected = load_tensors(results / "sgd-0.safetensors")
+    expected = load_tensors(results / f"{case}-0.safetensors")
     for name, value in model.named_parameters():
         torch.testing.assert_close(value.detach(), expected[f"theta.{name}"], rtol=1e-5, atol=1e-8, msg=name)
 
 
 def test_what_needs_more_than_a_rank_s_rows_is_refused(results: Path):
     notes = json.loads((results / "notes-0.json").read_text())
-    assert 'prior="parameter"' in notes["unit"]
-    assert "prior='unit'" in notes["unit"]
+    assert "a prior that has a name" in notes["own"]
+    assert "lambda" in notes["own"]
     assert "source='mc'" in notes["mc"]
     assert "online=False" in notes["kron"]
 

@@ -10,6 +10,7 @@ lead to the same maximum. With γ_g = Σ_{p∈g} γ_p, q_g = Σ_{p∈g} δ_p θ_
   couples the groups, it takes over whenever MacKay's would lower it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from shaver.evidence.basis import Basis, DiagonalBasis, make_bases
 from shaver.evidence.posterior import Posterior, occam
 from shaver.naming import check_name
 from shaver.priors import Factor, Prior
+from shaver.ranks import ALONE
 
 #: Fixed points stop when no log δ moves by more than this.
 TOLERANCE = 1e-5
@@ -120,6 +122,7 @@ class _Part:
         self, prior: Prior, factors: Sequence[Factor], bases: Mapping[str, Basis], theta: Mapping[str, Tensor]
     ) -> None:
         self.prior, self.factors = prior, factors
+        self.ranks = next((factor.ranks for factor in factors if factor.ranks), ALONE)
         self.bases = {name: bases[name] for name in factors[0].layouts}
         self.theta = {name: theta[name] for name in self.bases}
         uniform = all(layout.uniform for factor in factors for layout in factor.layouts.values())
@@ -151,24 +154,28 @@ class _Part:
             gammas = basis.gamma_sums(delta, projected, layouts)
             for terms, layout, gamma in zip(sums, layouts, gammas, strict=True):
                 terms.append(_Sums(gamma, layout.reduce(scatter), layout.reduce(one)))
-        return value, [_total(terms, like=factor.values) for terms, factor in zip(sums, self.factors, strict=True)]
+        return value, [_total(terms, factor) for terms, factor in zip(sums, self.factors, strict=True)]
 
     def move(self, factor: Factor, log_values: Tensor) -> None:
         """Give a factor new values, held so that every product δ stays within the prior's bounds."""
         low, high = self.prior.bounds
         for other in self.factors:
             if other is not factor:
-                low -= float(other.values.min().log())
-                high -= float(other.values.max().log())
+                logs = other.values.log()
+                least, most = (float(logs.min()), float(logs.max())) if logs.numel() else (math.inf, -math.inf)
+                least, most = factor.ranks.range(least, most)
+                low, high = low - least, high - most
         factor.values = log_values.clamp(low, high).exp().to(factor.values.dtype)
 
 
-def _total(terms: Sequence[_Sums], like: Tensor) -> _Sums:
-    """The sums of a factor over all tensors it covers, in its own precision and place."""
+def _total(terms: Sequence[_Sums], factor: Factor) -> _Sums:
+    """The sums of a factor over all tensors it covers, on all ranks, in its own precision and place."""
+    like = factor.values
     gamma, scatter, count = (
         sum((getattr(term, name).to(like) for term in terms), torch.zeros_like(like))
         for name in ("gamma", "scatter", "count")
     )
+    factor.ranks.sum_([gamma, scatter, count])
     return _Sums(gamma, scatter, count)
 
 
@@ -206,8 +213,9 @@ def _iterate(part: _Part, steps: int) -> None:
             else:
                 boldness = min(1.0, 2 * boldness)
             value = new_value
-            farthest = max(farthest, float((factor.values.log() - logs).abs().max()))
-        if farthest < TOLERANCE:
+            if logs.numel():
+                farthest = max(farthest, float((factor.values.log() - logs).abs().max()))
+        if part.ranks.range(0.0, farthest)[1] < TOLERANCE:
             break
 
 

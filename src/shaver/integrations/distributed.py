@@ -39,8 +39,10 @@ def full_posterior(spam: SpaM) -> Posterior:
     blocks = state["curvature"]["blocks"]
     for name, p in spam.theta.items():
         blocks[name] = {key: gathered(joined(value, p)) for key, value in blocks[name].items()}
+        rows = state["theta"][name]
         for part in ("delta", "theta"):
-            state[part] = state[part] | {name: gathered(joined(state[part][name], p))}
+            whole = gathered(joined(state[part][name].expand(rows.shape).contiguous(), p))
+            state[part] = state[part] | {name: whole}
     return Posterior.from_state_dict(state)
 
 
