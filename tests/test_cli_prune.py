@@ -1,5 +1,6 @@
 """``shaver prune``: the same as in Python, asks for nothing it does not need, and fails without a trace."""
 
+import copy
 import errno
 import json
 import re
@@ -13,6 +14,7 @@ from torch import nn
 
 import shaver
 from shaver.cli import main
+from shaver.criteria import registry
 from shaver.io import load_state, save_state, save_tensors
 
 QUICK = {"every": 2, "update": 5, "shrink": 0.0}
@@ -287,7 +289,7 @@ def test_bad_input_is_answered_and_nothing_is_written(runs, own, tmp_path, capsy
     run, out = runs / "map", ["--out", "never"]
     magnitude, factory = ["--criterion", "magnitude", "--sparsity", "0.9"], ["--factory", f"{name}:build"]
     for arguments, message in [
-        ([run, "--criterion", "magnitude", "--sparsity", "95"], "write sparsity=0.95"),
+        ([run, "--criterion", "magnitude", "--sparsity", "95"], "95 % is 0.95"),
         ([run, "--criterion", "magnitude", "--sparsity", "1.0"], r"in \[0, 1\)"),
         ([run, "--criterion", "magnitud", "--sparsity", "0.9"], "did you mean 'magnitude'"),
         ([run, "--criterion", "magnitude"], "say how much to remove: --sparsity 0.95"),
@@ -353,3 +355,33 @@ def test_a_full_disk_leaves_the_old_network_or_none(runs, tmp_path, capsys, monk
         with pytest.raises(OSError, match="No space"):
             shaver.save(half, out)
     assert same(shaver.load(out), half)
+
+
+def test_a_criterion_of_the_users_own_comes_with_the_factory(own, capsys):
+    name, model = own
+    with open(f"{name}.py", "a") as file:
+        file.write(
+            "import shaver\n@shaver.criteria.criterion('largest-first')\ndef largest_first(given):\n"
+            "    return {n: -w.detach().abs() for n, w in given.weights.items()}\n"
+        )
+    torch.save({f"module.{key}": value for key, value in model.state_dict().items()}, "weights.pt")  # DDP's names
+    arguments = ["prune", "weights.pt", "--factory", f"{name}:build", "--criterion", "largest-first"]
+    assert main([*arguments, "--sparsity", "0.5", "--out", "small"]) == 0
+    del registry._REGISTER["largest-first"]
+    small = shaver.load("small", factory=lambda: copy.deepcopy(model))
+    assert float(small[0].weight.detach().abs().max()) < float(model[0].weight.detach().abs().max())
+
+
+def test_auto_without_a_learned_prior_says_so(runs, capsys):
+    assert main(["prune", str(runs / "map"), "--sparsity", "auto", "--data", "cancer"]) == 0
+    assert "δ was not learned with these weights" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_the_network_is_measured_on_the_same_inputs_whether_or_not_some_are_held_out(runs, capsys):
+    found = []
+    for how in (["--sparsity", "0.5"], ["--max-drop", "0.5"]):
+        capsys.readouterr()
+        assert main(["prune", str(runs / "spam"), "--data", "cancer", *how]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found.append(next(line.split()[3] for line in lines if "negative log likelihood" in line))
+    assert found[0] == found[1]

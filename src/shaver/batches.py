@@ -1,8 +1,9 @@
 """What a batch is: a tuple ``(inputs, targets)``, a dict with ``labels``, or anything with the user's own functions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -28,7 +29,7 @@ def forward_of(model: nn.Module, batch: Any) -> Tensor:
         TypeError: The batch is of another kind, or the outputs are not a tensor.
     """
     if isinstance(batch, Mapping):
-        outputs = model(**{key: value for key, value in batch.items() if key != LABELS})
+        outputs = _call(model, {key: value for key, value in batch.items() if key != LABELS})
     else:
         outputs = model(*_pair(batch)[:-1])
     return outputs_in(outputs)
@@ -49,6 +50,36 @@ def outputs_in(result: Any) -> Tensor:
             "pass forward=lambda model, batch: … that returns the outputs (to SpaM: outputs=lambda result: …)."
         )
     return result
+
+
+def outputs_finder(model: nn.Module, forward: Forward, batch: Any) -> Callable[[Any], Tensor]:
+    """From what the model returns to what ``forward`` makes of it, found out on a batch.
+
+    Raises:
+        TypeError: The model returns no tensor, and ``forward`` none of those that it does.
+    """
+    results: list[Any] = []
+    modes = [(module, module.training) for module in model.modules()]
+    handle = model.register_forward_hook(lambda module, args, result: results.append(result))
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng():
+            outputs = forward(model, batch)
+    finally:
+        handle.remove()
+        for module, mode in modes:
+            module.training = mode
+    places = [i for i, leaf in enumerate(tree_leaves(results[-1])) if leaf is outputs] if results else []
+    if places:
+        return lambda result: cast(Tensor, tree_leaves(result)[places[0]])
+    try:
+        outputs_in(results[-1] if results else None)
+    except TypeError as error:
+        raise TypeError(
+            "forward= returns none of the tensors that the model returned, so that SpaM cannot tell where the outputs "
+            'are: pass spam={"outputs": lambda result: …} as well, or compute them inside the model.'
+        ) from error
+    return outputs_in
 
 
 def targets_of(batch: Any) -> Tensor:
@@ -96,6 +127,19 @@ def batch_size_of(batch: Any) -> int:
         if isinstance(value, Tensor) and value.ndim:
             return len(value)
     raise TypeError(f"cannot tell the size of a batch of type {type(batch).__name__}: it holds no tensor.")
+
+
+def _call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    try:
+        return model(**arguments)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}. Every entry of a dict batch but {LABELS!r} goes to the model by its name, here "
+            f"{', '.join(map(repr, arguments))}; pass forward=lambda model, batch: … and targets=lambda batch: … for "
+            "another layout."
+        ) from error
 
 
 def _pair(batch: Any) -> Sequence[Any]:

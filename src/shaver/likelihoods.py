@@ -84,7 +84,8 @@ class Classification(Likelihood):
         return outputs.movedim(self.class_dim, -1)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Shapes fit, and every label is a class or the ignored index."""
+        """There are two classes at least, shapes fit, and every label is a class or the ignored index."""
+        self.check_classes(outputs)
         expected = self._last(outputs).shape[:-1] if outputs.ndim > 1 else None
         if expected is None or tuple(targets.shape) != tuple(expected):
             raise ValueError(
@@ -101,6 +102,15 @@ class Classification(Likelihood):
             raise ValueError(
                 f"label {int(targets[wrong][0])} is out of range: the network has {classes} outputs, so "
                 f"labels run from 0 to {classes - 1} (or {self.ignore_index}, ignored)."
+            )
+
+    def check_classes(self, outputs: Tensor) -> None:
+        """A softmax needs two outputs a label: over one it is always 1."""
+        if outputs.ndim < 2 or outputs.shape[self.class_dim] < 2:
+            raise ValueError(
+                f"classification needs an output for each class, two at least, and these have shape "
+                f"{tuple(outputs.shape)}. A network with one logit for yes or no is the same as one with two: end in "
+                "nn.Linear(…, 2) and use F.cross_entropy, or return torch.cat([zeros_like(f), f], 1) of the logit f."
             )
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ def check_name(kind: str, name: object, valid: Iterable[str]) -> str:
     names = list(valid)
     if isinstance(name, str) and name in names:
         return name
-    near = get_close_matches(str(name), names, n=1)
+    lower = {valid.lower(): valid for valid in names}
+    near = [lower[match] for match in get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)]
     hint = f" did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"unknown {kind} {name!r};{hint} Valid: {', '.join(map(repr, names))}.".replace("; V", ". V"))

@@ -24,9 +24,7 @@ from torch import Tensor
 from shaver.naming import check_name
 from shaver.ranks import ALONE, Ranks
 from shaver.selection import Dims, Selection, take
-
-#: log δ is kept between these: a weight the data know nothing about would have δ = 0, an irrelevant one δ = ∞.
-LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
+from shaver.settings import LOG_BOUNDS
 
 #: A user's own grouping: ids of groups within the tensor, or one key for the whole tensor.
 Grouping = Callable[[str, Tensor], "Tensor | Hashable"]
@@ -342,6 +340,11 @@ def _grouped(group: Grouping, parameters: Mapping[str, Tensor]) -> list[Factor]:
     shared: dict[Hashable, Factor] = {}
     for name, p in parameters.items():
         ids = group(name, p)
+        if ids is None or (not isinstance(ids, Tensor) and not isinstance(ids, Hashable)):
+            raise TypeError(
+                f"the grouping gave {ids!r} for {name!r}: it returns a tensor of group ids, or one hashable key for "
+                "the whole tensor, such as the name."
+            )
         if not isinstance(ids, Tensor):
             if ids not in shared:
                 shared[ids] = Factor(f"key:{ids!r}", {}, _ones((), p))

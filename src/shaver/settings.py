@@ -1,10 +1,13 @@
-"""How SpaM learns δ: its settings, and the paper's."""
+"""How SpaM learns δ: its settings, those for fine-tuning, and the paper's. Imports no torch: help comes at once."""
 
 import math
+import warnings
 from dataclasses import dataclass
 
 from shaver.naming import check_name
-from shaver.priors import LOG_BOUNDS
+
+#: log δ is kept between these: a weight the data know nothing about would have δ = 0, an irrelevant one δ = ∞.
+LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
 
 
 @dataclass(frozen=True)
@@ -15,9 +18,11 @@ class Settings:
         source: Where H comes from: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
         online: Learn from training's own passes. False is the paper's way: a pass over the data every ``frequency``
             epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
-        every: Online: look at every so many steps; at every fourth of those only, while no update of δ is near.
+        every: Online: look at every so many steps; at every fourth of those only, while no update of δ is near. None:
+            10, or fewer where updates are closer than 50 steps.
         decay: Online: of the moving average of H, for each look.
-        update: Online: steps between two updates of δ.
+        update: Online: steps between two updates of δ. None: 50, or fewer in a training so short that there would be
+            less than five updates.
         burn_in: Share of ``total_steps`` (by epochs: the number of epochs) before the first update of δ.
         freeze: Share of ``total_steps`` after which δ stays as it is, so that the weights settle.
         shrink: How much of the posterior mean's move is made at each update of δ: 1 all, ½ half in log θ, 0 none.
@@ -33,9 +38,9 @@ class Settings:
 
     source: str = "mc"
     online: bool = True
-    every: int = 10
+    every: int | None = None
     decay: float = 0.95
-    update: int = 50
+    update: int | None = None
     burn_in: float = 0.1
     freeze: float = 0.7
     shrink: float = 0.75
@@ -54,7 +59,7 @@ class Settings:
         if not self.online and self.loss == "sum":
             raise ValueError('by epochs (online=False) the loss is a mean over samples; loss="sum" needs online=True.')
         for name in ("every", "update", "frequency"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}.")
         if not 0 <= self.shrink <= 1:
             raise ValueError(f"shrink must be between 0 and 1, not {self.shrink!r}.")
@@ -65,6 +70,19 @@ class Settings:
                 f"online, burn_in and freeze are shares of total_steps, in [0, 1) and (0, 1], not "
                 f"{self.burn_in!r} and {self.freeze!r}."
             )
+
+    def pace(self, total_steps: int | None) -> tuple[int, int]:
+        """``every`` and ``update`` for a training of so many steps, with a warning if δ would never be updated."""
+        update = self.update or 50
+        if self.update is None and total_steps is not None:
+            update = max(1, min(update, int((self.freeze - self.burn_in) * total_steps / 5)))
+        if total_steps is not None and self.freeze * total_steps < update:
+            warnings.warn(
+                f"δ will not be updated in {total_steps} steps with update={update} and freeze={self.freeze:g}, so "
+                "that SpaM does nothing: leave update= out, or pass a smaller one.",
+                stacklevel=3,
+            )
+        return self.every or max(1, min(10, update // 5)), update
 
 
 #: While δ burns in or is frozen, looks are so many times rarer: H is wanted at the next update or at the end only.

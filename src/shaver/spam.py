@@ -4,6 +4,7 @@ The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ; δ follows the evid
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
@@ -88,8 +89,8 @@ class SpaM:
         if structure == "kron" and options.get("online", settings.online):
             raise ValueError('Kronecker curvature is learned by epochs: pass online=False with structure="kron".')
         settings = replace(settings, **options)
-        if data_size < 1:
-            raise ValueError(f"data_size is the number of training samples, at least 1, not {data_size!r}.")
+        if not hasattr(data_size, "__index__") or data_size < 1:
+            raise ValueError(f"data_size is the number of training samples, a whole number from 1, not {data_size!r}.")
         model, self.ranks = unwrapped(model)
         if group is not None:
             self.ranks = Ranks(group)
@@ -108,16 +109,18 @@ class SpaM:
         self.steps = self.epochs = self.updates = 0
         self._outputs = 1
         self._attached: dict[int, Attachment] = {}
+        self._checked: set[int] = set()
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
         self._curvature: Curvature | None = None
         self._watcher: OnlineCurvature | None = None
         if settings.online:
+            self._every, self._between = settings.pace(total_steps)
             self._watcher = OnlineCurvature(
                 model,
                 data_size,
                 source=settings.source,
-                every=settings.every,
+                every=self._every,
                 decay=settings.decay,
                 likelihood=self.likelihood,
                 loss=settings.loss,
@@ -152,6 +155,8 @@ class SpaM:
             return result
         if needs := [type(o).__name__ for o in optimizers if isinstance(o, LBFGS)]:
             raise TypeError(f"{needs[0]} evaluates the loss itself: spam.step(optimizer, closure=closure).")
+        for optimizer in optimizers:
+            self.check_optimizer(optimizer)
         scaled = scaler is not None and scaler.is_enabled()
         strength = self.observe(float(scaler.get_scale()) if scaled else None)
         for optimizer in optimizers:
@@ -176,7 +181,27 @@ class SpaM:
         for given in optimizers:
             optimizer = inner_optimizer(given)
             if id(optimizer) not in self._attached:
+                self.check_optimizer(optimizer)
                 self._attached[id(optimizer)] = Attachment(self, optimizer, scale or scale_of(given))
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer of another model, and warn of weight decay, once for each optimizer."""
+        if id(optimizer) in self._checked:
+            return
+        self._checked.add(id(optimizer))
+        own = {id(p) for p in self.theta.values()}
+        groups = [group for group in optimizer.param_groups if any(id(p) in own for p in group["params"])]
+        if not groups:
+            raise ValueError(
+                f"this {type(optimizer).__name__} holds no trainable parameter of the model that SpaM watches: was the "
+                "model wrapped, copied or moved after the optimizer was made?"
+            )
+        if decay := max(group.get("weight_decay") or 0.0 for group in groups):
+            warnings.warn(
+                f"the optimizer has weight_decay={decay:g} and SpaM's prior takes its place, so that weights are "
+                "pulled to zero twice: pass weight_decay=0.0 (AdamW's default is 0.01).",
+                stacklevel=3,
+            )
 
     def observe(self, scale: float | None = None) -> float:
         """The gradients of a step are there: take in what they show. Returns what a unit of δ counts in the loss."""
@@ -227,6 +252,8 @@ class SpaM:
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The mean negative log likelihood of a batch, under the present noise for a regression."""
+        if not self.steps:
+            self.likelihood.check(outputs, targets)
         self._outputs = max(1, outputs[0].numel())
         nll = self.likelihood.nll(outputs, targets)
         if self._watcher is not None:
@@ -235,7 +262,7 @@ class SpaM:
 
     def _due(self) -> bool:
         assert self._watcher is not None
-        if self.steps % self.settings.update or not self._watcher.looks or self._frozen():
+        if self.steps % self._between or not self._watcher.looks or self._frozen():
             return False
         return self.total_steps is None or self.steps > self.settings.burn_in * self.total_steps
 
@@ -245,9 +272,9 @@ class SpaM:
             return
         settings, idle = self.settings, self._frozen()
         if self.total_steps is not None:
-            memory = settings.every / (1 - settings.decay)
+            memory = self._every / (1 - settings.decay)
             idle = idle or self.steps < settings.burn_in * self.total_steps - memory
-        self._watcher.every = settings.every * (IDLE if idle else 1)
+        self._watcher.every = self._every * (IDLE if idle else 1)
 
     def _frozen(self) -> bool:
         return self.total_steps is not None and self.steps > self.settings.freeze * self.total_steps

@@ -162,3 +162,8 @@ def test_unusable_scores_and_undeclared_needs_are_errors(own, function, message)
     own(function)
     with pytest.raises(ValueError, match=message):
         check_criterion("own")
+
+
+def test_needs_are_a_list():
+    with pytest.raises(TypeError, match=r"needs=\['posterior'\]"):
+        criteria.register("one-need", lambda given: {}, needs="posterior")

@@ -30,13 +30,14 @@ def test_embedded_sets_are_split_80_20_and_whole(name, sizes, shape, classes):
     assert np.array_equal(ours[np.lexsort(ours.T)], theirs[np.lexsort(theirs.T)])
 
 
-def test_cancer_is_standardised_by_its_training_part():
+def test_cancer_is_standardised_by_its_training_and_validation_parts_together():
     splits = load("cancer", valid_fraction=0.2, seed=3)
-    x, _ = splits.train[:]
+    assert splits.valid is not None
+    x = torch.cat([splits.train[:][0], splits.valid[:][0]])
     torch.testing.assert_close(x.mean(0), torch.zeros(30), atol=1e-5, rtol=0)
     torch.testing.assert_close(x.std(0, correction=0), torch.ones(30), atol=1e-5, rtol=0)
-    assert splits.valid is not None
-    raw = splits.train.inputs.double()
+    assert torch.equal(splits.test[:][0], load("cancer", seed=3).test[:][0])  # whatever the fraction
+    raw = torch.cat([splits.train.inputs, splits.valid.inputs]).double()
     for part in (splits.valid, splits.test):
         expected = (part.inputs.double() - raw.mean(0)) / raw.std(0, correction=0)
         torch.testing.assert_close(part[:][0].double(), expected, atol=1e-4, rtol=1e-4)

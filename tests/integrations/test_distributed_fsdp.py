@@ -85,5 +85,5 @@ def test_the_threshold_is_the_one_that_sorting_finds(sparsity: float):
 def test_a_bad_sparsity_is_named():
     model, spam, optimizer = start("sgd", 1)
     train(model, spam, optimizer, 0, 1, 1)
-    with pytest.raises(ValueError, match=r"For 60 % write sparsity=0\.6"):
+    with pytest.raises(ValueError, match=r"60 % is 0\.6"):
         prune_sharded(model, spam, 60)

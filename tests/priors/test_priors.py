@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from shaver.priors import make_prior
 
@@ -119,3 +120,9 @@ def test_mistakes_are_answered():
         make_prior(lambda name, p: torch.arange(len(p)) if p.ndim else "s", PARAMETERS)
     with pytest.raises(ValueError, match=r"group ids of 'conv.bias' must be integers from 0"):
         make_prior(lambda name, p: p if name == "conv.bias" else name, PARAMETERS)
+
+
+@pytest.mark.parametrize("given", [None, [1, 2]])
+def test_a_grouping_that_returns_nothing_usable_is_named(given):
+    with pytest.raises(TypeError, match=r"the grouping gave .* for 'weight'"):
+        make_prior(lambda name, p: given, dict(nn.Linear(3, 2).named_parameters()))

@@ -4,6 +4,7 @@ With an orthogonal design the Hessian is diagonal and the Laplace approximation 
 the difference of two exact log marginal likelihoods: of the model with its column and of the model without.
 """
 
+import copy
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.likelihoods import Regression
 from shaver.pruning import DEFAULT_NATS, evidence_gain, prune
+from shaver.pruning.automatic import A_SAMPLE
 
 N, D, NOISE = 40, 6, 0.3
 
@@ -139,3 +141,21 @@ def test_another_scope_or_an_improper_prior_is_refused(problem):
     posterior.delta = lambda: {"weight": torch.zeros(1)}
     with pytest.raises(ValueError, match="'weight' is not positive"):
         prune(model, None, "auto", posterior=posterior)
+
+
+def test_no_sample_may_lose_more_than_a_little(problem):
+    *_, model, posterior = problem
+    with torch.no_grad():
+        model.weight.fill_(0.3)  # each costs about ½ · 10 · 0.09 nats, and a prior of 1e-9 wants none of them
+    vague = Posterior(posterior.curvature, 1e-9, model)
+    rise = prune(copy.deepcopy(model), None, "auto", posterior=vague, nats=1e9).loss_rise
+    free = prune(copy.deepcopy(model), None, "auto", posterior=vague, budget=math.inf, nats=1e9).loss_rise
+    assert rise is not None
+    assert free is not None
+    assert rise <= A_SAMPLE * N < free
+
+
+def test_a_layer_that_is_gone_is_warned_of(problem):
+    *_, model, posterior = problem
+    with pytest.warns(UserWarning, match="removes all of weight"):
+        prune(copy.deepcopy(model), None, "auto", posterior=posterior, budget=math.inf, nats=1e9)

@@ -111,7 +111,7 @@ def test_release_lets_weights_grow_again():
 def test_bad_arguments_leave_everything_as_it_is():
     model, optimizer, _, _ = build()
     for options, message in [
-        ({"target": 99}, "For 99 % write"),
+        ({"target": 99}, "99 % is 0.99"),
         ({"target": 0.9, "start": 0.7, "end": 0.6}, "start < end"),
         ({"target": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
         ({"target": 0.9, "scope": "2:4"}, "unknown scope"),

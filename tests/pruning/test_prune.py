@@ -68,7 +68,7 @@ def test_layer_scope_and_limits_reach_the_ranking(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparsity": 95}, "For 95 % write sparsity=0.95"),
+        ({"sparsity": 95}, "95 % is 0.95"),
         ({"sparsity": 1.0}, r"in \[0, 1\)"),
         ({"sparsity": -0.5}, r"in \[0, 1\)"),
         ({"sparsity": "much"}, r"in \[0, 1\), not 'much'"),

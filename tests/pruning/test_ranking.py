@@ -96,7 +96,7 @@ def test_sparsity_outside_the_range_is_refused(bad):
 
 
 def test_95_is_not_095():
-    with pytest.raises(ValueError, match=r"For 95 % write sparsity=0.95"):
+    with pytest.raises(ValueError, match=r"95 % is 0.95"):
         masks_at({"a": torch.rand(4)}, [95])
 
 

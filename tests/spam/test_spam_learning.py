@@ -12,7 +12,7 @@ from toys import assert_close, blobs, mlp, seeded, sgd, split, train, weights
 from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.likelihoods import Regression
-from shaver.priors import LOG_BOUNDS
+from shaver.settings import LOG_BOUNDS
 from shaver.spam import SpaM
 
 UPPER = math.exp(LOG_BOUNDS[1])

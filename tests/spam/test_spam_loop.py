@@ -10,8 +10,7 @@ from toys import QUICK, N, assert_close, blobs, conv, images, mlp, sgd, split, t
 
 from shaver.curvature import estimate
 from shaver.evidence import log_evidence, optimal_precision
-from shaver.priors import LOG_BOUNDS
-from shaver.settings import PAPER, Settings
+from shaver.settings import LOG_BOUNDS, PAPER, Settings
 from shaver.spam import SpaM
 
 PRIORS = ["scalar", "layer", "unit", "parameter"]

@@ -107,7 +107,7 @@ def test_the_python_report_is_what_is_printed(runs, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sparsity", "80", "--input-shape", "30"], "For 80.0 % write sparsity=0.8"),
+        (["--sparsity", "80", "--input-shape", "30"], "80 % is 0.8"),
         (["--sparsity", "0.5"], "give --input-shape, such as 1 28 28, or give --data NAME"),
         (["--sparsity", "0.5", "--finetune", "2", "--input-shape", "30"], "--finetune needs data"),
         (["--sparsity", "0.5", "--finetune", "-1", "--data", "cancer"], "0 or more epochs, not -1"),

@@ -81,3 +81,33 @@ def test_what_cannot_be_exported_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr("shaver.structure.export.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "shaver\[onnx\]"'):
         export_onnx(nn.Linear(3, 2), torch.ones(2, 3), tmp_path / "no.onnx")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_onnx_of_a_network_that_returns_more_than_a_tensor(tmp_path, named):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x, scale=None):
+            return {"logits": self.layer(x) * scale, "input": x} if named else (x, self.layer(x))
+
+    model = Pair()
+    x, scale = torch.randn(4, 3), torch.rand(4, 1)
+    example = {"x": x, "scale": scale} if named else x
+    pick = {} if named else {"outputs": lambda result: result[1]}
+    file = export_onnx(model, example, tmp_path / "pair.onnx", **pick)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    values = [x[:3].numpy(), scale[:3].numpy()]
+    names = [wanted.name for wanted in session.get_inputs()]
+    assert names == ["x", "scale"] if named else len(names) == 1
+    found = session.run(None, dict(zip(names, values, strict=False)))[0]
+    expected = model.layer(x[:3]) * (scale[:3] if named else 1)
+    torch.testing.assert_close(torch.from_numpy(found), expected.detach())
+    if not named:
+        with pytest.raises(TypeError, match="returned a tuple"):
+            export_onnx(model, example, tmp_path / "no.onnx")

@@ -151,7 +151,7 @@ def test_hooks_are_gone_afterwards():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsity": 80}, "For 80 % write"),
+        ({"sparsity": 80}, "80 % is 0.8"),
         ({"target": "latency"}, 'use "flops"'),
         ({"target": "flopz"}, "did you mean 'flops'"),
         ({"criterion": "snip"}, "needs data"),

@@ -160,7 +160,7 @@ def test_spared_units_fall_last_and_in_their_own_order(spread):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparsity": 80}, r"not 80\. For 80 % write sparsity=0.8"),
+        ({"sparsity": 80}, r"not 80\. 80 % is 0.8"),
         ({"sparsity": 1.0}, "sparsity is the share"),
         ({"sparsity": 0.95, "min_units": 2}, r"0.95 is out of reach: with at least 2 units.*0.8 of the 20"),
         ({"sparsity": 0.99, "target": "parameters"}, r"0.99 less parameters is out of reach.*0\.\d+ less"),

@@ -147,7 +147,7 @@ def test_a_share_of_latency_is_measured():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparsity": 80}, "For 80 % write"),
+        ({"sparsity": 80}, "80 % is 0.8"),
         ({"criterion": "opd"}, "criterion 'opd' needs posterior"),
         ({"criterion": "snip"}, "needs batches"),
         ({"optimizer": True}, "in_place=True"),

@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused_before_anything_changes():
             fit(model, batches(), epochs=1, **settings)
     assert identical(weights(model), weights(network()))
     for settings, message in [
-        ({"target": 99}, "For 99 % write"),
+        ({"target": 99}, "99 % is 0.99"),
         ({"target": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
         ({"target": 0.9, "criterion": "snip"}, "needs data"),
         ({"target": 0.9, "every": 0}, "every must be"),

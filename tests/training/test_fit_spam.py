@@ -147,3 +147,23 @@ def test_a_finished_run_has_its_posterior_back(tmp_path):
     first = fit(model, batches(), epochs=3, spam=QUICK, folder=tmp_path)
     second = fit(again, batches(), epochs=3, spam=QUICK, folder=tmp_path)
     assert second.posterior.log_evidence == first.posterior.log_evidence
+
+
+class Pair(nn.Module):
+    """Returns its outputs beside something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return x, self.net(x)
+
+
+def test_a_forward_of_ones_own_tells_spam_where_the_outputs_are():
+    ours, reference = Pair(), network()
+    fit(ours, batches(), epochs=3, seed=4, spam=QUICK, forward=lambda model, batch: model(batch[0])[1])
+    fit(reference, batches(), epochs=3, seed=4, spam=QUICK)
+    assert identical(weights(ours.net), weights(reference))
+    with pytest.raises(TypeError, match=r'pass spam=\{"outputs"'):
+        fit(Pair(), batches(), epochs=1, spam=QUICK, forward=lambda model, batch: model(batch[0])[1] * 2)

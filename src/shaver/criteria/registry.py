@@ -163,6 +163,8 @@ def register(
     Raises:
         ValueError: The name is taken by another function, or a need is unknown.
     """
+    if isinstance(needs, str):
+        raise TypeError(f"needs is a list of names, needs=[{needs!r}], not {needs!r}.")
     checked = tuple(check_name("need of a criterion", need, NEEDS) for need in needs)
     old = _REGISTER.get(name)
     if old is not None and (old.function.__module__, old.function.__qualname__) != (

@@ -131,6 +131,10 @@ def of_weight(values: Mapping[str, Tensor], name: str, weight: Tensor, what: str
 
 
 def _checked(criterion: str, weights: Mapping[str, nn.Parameter], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not isinstance(scores, Mapping):
+        raise TypeError(
+            f"criterion {criterion!r} gave {scores!r}; it returns a dict with a score tensor for each of given.weights."
+        )
     result = {}
     for name, weight in weights.items():
         if name not in scores:

@@ -182,9 +182,10 @@ class _Estimation:
             )
         if not bool(torch.isfinite(nll).all()):
             worst = int((~torch.isfinite(nll)).nonzero()[0])
+            value = float(nll.detach()[worst])
             raise ValueError(
-                f"the loss of sample {worst} in batch {index} is {float(nll[worst])}: the data, the weights or the "
-                "outputs hold NaN or infinity."
+                f"the loss of sample {worst} in batch {index} is {value}: the data, the weights or the outputs hold "
+                "NaN or infinity."
             )
         self.log_likelihood -= float(nll.detach().double().sum())
         if self.source == "ef":

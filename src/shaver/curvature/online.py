@@ -5,6 +5,7 @@ Monte-Carlo Fisher (MC) adds one backward pass, without weight gradients, on tho
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -202,8 +203,9 @@ class OnlineCurvature:
         """The average so far as a :class:`Curvature`; the log likelihood is an average too."""
         if not self.looks:
             raise RuntimeError(
-                "no training step has been observed yet: the model must be called as model(x) with gradients on, "
-                "and followed by backward() and step()."
+                "no training step has been observed yet: the model must be called as model(x) in training mode with "
+                "gradients on, and followed by backward() and, in place of optimizer.step(), spam.step(optimizer) "
+                "(spam.attach(optimizer) makes it so for a trainer's own steps)."
             )
         correction = 1 / (1 - self.decay**self.looks)
         blocks = {name: DiagonalBlock(self.average[name] * correction) for name in self.wanted}
@@ -404,6 +406,12 @@ class OnlineCurvature:
             )
         if not count:
             return False
+        if count > self.data_size and not self.looks:
+            warnings.warn(
+                f"a step has {count:.0f} samples and data_size is {self.data_size}: it is the number of training "
+                "samples, not of batches.",
+                stacklevel=2,
+            )
         if self.ranks:
             self._gather(unit)
             unit = 1.0

@@ -70,6 +70,8 @@ class Pass:
 
     def attend(self, outputs: Tensor, plan: Plan) -> None:
         """The forward pass is over: hook into the graph, to be there when the backward pass comes by."""
+        if isinstance(self.look.likelihood, Classification):
+            self.look.likelihood.check_classes(outputs)
         self._plan, self._outputs, self._edge = plan, outputs.detach(), _before_casts(get_gradient_edge(outputs))
         # before the layers' hooks: the last layer's needs what is read at the outputs
         self._edge.node.register_prehook(self._at_outputs(self._edge.output_nr))

@@ -54,7 +54,10 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
                 plan.copies[name] = copies
                 continue
         kinds = " + ".join(type(model.get_submodule(m)).__name__ for m, _ in real)
-        plan.generic[name] = f"no rule for this use in {kinds}"
+        tried = {label: reason for m, _ in called for label, reason in probe.rejected.get(m, {}).items()}
+        plan.generic[name] = "; ".join(
+            [f"no rule for this use in {kinds}", *(f"{label} {reason}" for label, reason in tried.items())]
+        )
         plan.vectorised &= probe.vmap_agrees(name, expected)
     _settle(plan)
     probe.describe(plan, wanted)
@@ -96,6 +99,8 @@ class _Probe:
         self.floor = max(sizes, default=0.0)
         edges = [call.edge for call in self.calls]
         grads = torch.autograd.grad(outputs, edges, self.direction, allow_unused=True) if edges else ()
+        #: Module name → rule → why it was not taken, for the message.
+        self.rejected: dict[str, dict[str, str]] = {}
         #: Module name → its calls that a gradient reached, with that gradient.
         self.passed: dict[str, list[tuple[Call, Tensor]]] = {}
         for call, grad in zip(self.calls, grads, strict=True):
@@ -171,7 +176,9 @@ class _Probe:
         uses: list[Use] = []
         try:
             for choice, own, call, grad in parts:
-                uses.append(choice.rule(call.module, *arranged(call, grad, choice.layout, self.count))[own])
+                arguments = arranged(call, grad, choice.layout, self.count)
+                self._reject(call.name, choice, "differs from autograd")
+                uses.append(choice.rule(call.module, *arguments)[own])
             use = merge(uses)
             missed = size = 0.0
             for n in range(self.count):  # a vocabulary's gradients are built for one sample at a time
@@ -180,11 +187,19 @@ class _Probe:
                     return False
                 missed += float(_squares(found - row.to(found.dtype)))
                 size += float(_squares(row))
-        except (RuntimeError, ValueError, IndexError, KeyError, StopIteration, AttributeError, TypeError):
+        except (RuntimeError, ValueError, IndexError, KeyError, StopIteration, AttributeError, TypeError) as error:
+            if len(uses) < len(parts):
+                choice, _, call, _ = parts[len(uses)]
+                self._reject(call.name, choice, f"raised {type(error).__name__}: {error}")
             return False  # the shapes do not fit this layout or rule
         rms = (size / expected.numel()) ** 0.5
         allowed = _TOLERANCE.get(expected.dtype, 0.2) * (rms + 1e-4 * self.floor)
         return bool((missed / expected.numel()) ** 0.5 <= allowed)
+
+    def _reject(self, module: str, choice: Choice, reason: str) -> None:
+        """Keep why a rule was not taken, in the layout that most rules are written for."""
+        if choice.layout == "first":
+            self.rejected.setdefault(module, {})[choice.label] = reason.splitlines()[0]
 
     def vmap_agrees(self, name: str, expected: Tensor) -> bool:
         """Whether the generic rule's vmap gives the per-sample gradients, for one output gradient and for two."""

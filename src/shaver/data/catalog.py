@@ -124,7 +124,8 @@ def load(
         name: One of :func:`names`.
         root: The folder that holds the data sets, and where a missing one is downloaded to.
         seed: Decides the validation part, and for ``"cancer"`` and ``"digits"`` the 80/20 split.
-        valid_fraction: This part of the training data becomes the validation part.
+        valid_fraction: This part of the training data becomes the validation part. Inputs are standardised by the mean
+            and deviation of both together, so that they are the same whatever the fraction.
         augment: Let training batches be shifted and, where that keeps the meaning, mirrored at random: by up to 4
             pixels and mirrored for CIFAR and FashionMNIST, by 2 pixels for MNIST and 1 for digits.
         download: Whether a missing data set may be downloaded.
@@ -155,11 +156,11 @@ def load(
             raise ValueError(
                 f"{name!r} has inputs of shape {kind.shape}, but the {part} file holds {tuple(inputs.shape[1:])}."
             )
+    mean, std = _moments(train_inputs)
     kept, held_out = _hold_out(len(train_inputs), valid_fraction, seed)
     valid = None if held_out is None else (train_inputs[held_out], train_targets[held_out])
     if kept is not None:
         train_inputs, train_targets = train_inputs[kept], train_targets[kept]
-    mean, std = _moments(train_inputs)
     make = partial(InMemory, mean=mean, std=std, classes=kind.classes)
     try:
         return Splits(

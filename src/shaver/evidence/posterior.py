@@ -34,13 +34,15 @@ class Posterior:
     Args:
         curvature: H of every trainable parameter, and the log likelihood.
         prior: A prior, one precision, or a precision (number or broadcastable tensor) for each parameter.
-        theta: The weights by name, where H was estimated.
+        theta: The weights by name, where H was estimated, or the model that has them.
         temperature: T; H and the log likelihood count 1/T times.
     """
 
     def __init__(
-        self, curvature: Curvature, prior: Precision, theta: Mapping[str, Tensor], temperature: float = 1.0
+        self, curvature: Curvature, prior: Precision, theta: Mapping[str, Tensor] | nn.Module, temperature: float = 1.0
     ) -> None:
+        if isinstance(theta, nn.Module):
+            theta = dict(theta.named_parameters())
         self.curvature = curvature
         self.temperature = float(temperature)
         self.theta = {name: weights_of(theta, name, block.shape) for name, block in curvature}
@@ -194,6 +196,8 @@ def _precisions(
     _same_names(list(given), curvature, "the prior precision")
     result = {}
     for name, block in curvature:
+        if isinstance(given[name], str):
+            raise TypeError(f"the precision of {name!r} is a number or a tensor, not {given[name]!r}.")
         delta = torch.as_tensor(given[name], dtype=theta[name].dtype, device=theta[name].device).detach()
         if not broadcasts(delta.shape, block.shape):
             raise ValueError(
@@ -201,7 +205,7 @@ def _precisions(
                 f"parameter's {tuple(block.shape)}."
             )
         if not bool(((delta > 0) & delta.isfinite()).all()):
-            raise FloatingPointError(f"the precision of {name!r} is not positive and finite everywhere: {delta!r}.")
+            raise ValueError(f"the precision of {name!r} is not positive and finite everywhere: {delta!r}.")
         result[name] = delta
     return result
 

@@ -3,7 +3,8 @@
 A weight goes if the evidence does not pay for it, cheapest first, until the expected rise of the loss has reached a
 share of what the posterior itself expects: a weight drawn from it raises the loss by ½γ on average, γ = H/(H + δ), so
 that ½Σγ is what the data cannot tell apart. The threshold alone judges each weight as if the others stayed; thousands
-of small losses add up, most where δ was learned before the weights had settled.
+of small losses add up, most where δ was learned before the weights had settled. Nor may it cost more than a little for
+each sample: where δ was not learned Σγ is large, and the second-order model is not to be trusted that far.
 """
 
 import math
@@ -19,6 +20,8 @@ from shaver.criteria.scoring import of_weight
 DEFAULT_NATS = 0.5 * (1 - math.log(2))
 #: How much of ½Σγ removal may cost; chosen on validation splits, see the documentation's page on pruning.
 DEFAULT_BUDGET = 0.25
+#: Nats a sample that removal may cost at most.
+A_SAMPLE = 0.02
 
 
 def evidence_gain(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) -> dict[str, Tensor]:
@@ -62,7 +65,7 @@ def loss_rise(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) 
 
 
 def unpaid(
-    model: nn.Module, posterior: PosteriorLike, names: Iterable[str], nats: float, budget: float
+    model: nn.Module, posterior: PosteriorLike, names: Iterable[str], nats: float, budget: float | None
 ) -> dict[str, Tensor]:
     """Which weights automatic sparsity keeps: True where G ≥ ``nats``, or where the budget was spent before.
 
@@ -71,25 +74,30 @@ def unpaid(
         posterior: Of its weights.
         names: The parameters that may lose weights.
         nats: The evidence that a weight must bring.
-        budget: Share of ½Σγ by which removal may raise the expected loss; infinite for no limit.
+        budget: Share of ½Σγ by which removal may raise the expected loss, infinite for no limit; None is
+            :data:`DEFAULT_BUDGET`, and no more than :data:`A_SAMPLE` for each sample.
 
     Raises:
         ValueError: ``nats`` is not finite or ``budget`` is negative.
     """
     if not math.isfinite(nats):
         raise ValueError(f"nats is the evidence a weight must bring to be kept, a finite number, not {nats!r}.")
-    if not budget >= 0:
+    if budget is not None and not budget >= 0:
         raise ValueError(f"budget is a share of the posterior's own expected loss, at least 0, not {budget!r}.")
     names = list(names)
     gains, rises = evidence_gain(model, posterior, names), loss_rise(model, posterior, names)
     precision, prior = posterior.precision(), posterior.delta()
     gamma = sum(float((1 - prior[name] / precision[name]).double().sum()) for name in names)
+    limit = 0.5 * gamma * (DEFAULT_BUDGET if budget is None else budget)
+    samples = getattr(posterior.curvature, "data_size", None)
+    if samples is not None and budget is None:
+        limit = min(limit, A_SAMPLE * samples)
     flat = torch.cat([rises[name].flatten().double() for name in names])
     flat[torch.cat([gains[name].flatten() for name in names]) >= nats] = math.inf
     order = flat.argsort(stable=True)
     kept = torch.ones_like(flat, dtype=torch.bool)
     spent = flat[order].cumsum(0)
-    kept[order[spent.isfinite() & (spent <= 0.5 * gamma * budget)]] = False
+    kept[order[spent.isfinite() & (spent <= limit)]] = False
     pieces = torch.split(kept, [rises[name].numel() for name in names])
     return {name: piece.view_as(rises[name]) for name, piece in zip(names, pieces, strict=True)}
 

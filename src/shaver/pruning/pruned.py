@@ -1,6 +1,7 @@
 """``prune``: set the lowest-scored weights to zero, and report what was asked and what was reached."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from shaver.batches import Forward, Targets
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.rules import input_dim
-from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain, loss_rise, removed_sum, unpaid
+from shaver.pruning.automatic import DEFAULT_NATS, evidence_gain, loss_rise, removed_sum, unpaid
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
 from shaver.pruning.search import Quality, accuracy_on, highest_sparsity
@@ -97,7 +98,7 @@ def prune(
     minimum: int = 0,
     posterior: PosteriorLike | None = None,
     nats: float = DEFAULT_NATS,
-    budget: float = DEFAULT_BUDGET,
+    budget: float | None = None,
     valid: Iterable[Any] | Quality | None = None,
     max_drop: float | None = None,
     forward: Forward | None = None,
@@ -126,7 +127,8 @@ def prune(
         minimum: Each parameter keeps at least so many weights.
         posterior: For ``"auto"``; with it every report says what the removal does to evidence and loss.
         nats: Under ``"auto"`` a weight is kept if it brings at least so much evidence.
-        budget: Under ``"auto"`` the expected rise of the loss may reach so much of ½Σγ, the posterior's own.
+        budget: Under ``"auto"`` the expected rise of the loss may reach so much of ½Σγ, the posterior's own. None: a
+            quarter of it, and no more than 0.02 nats for each sample.
         valid: Validation batches, whose accuracy is measured, or ``quality(model) -> float``, higher is better.
         max_drop: Find the highest sparsity that loses at most so much of it (0.01 is one point of accuracy).
         forward: ``forward(model, batch)`` for validation batches of another layout.
@@ -159,6 +161,12 @@ def prune(
     elif sparsity == "auto":
         masks = _automatic_masks(model, posterior, names, scope, (cap, minimum), (nats, budget))
         requested = "auto"
+        if gone := [name for name, mask in masks.items() if not bool(mask.any())]:
+            warnings.warn(
+                f'sparsity="auto" removes all of {", ".join(gone)}: nothing passes any more, unless around it. Was δ '
+                'learned (method="spam"), and long enough? max_drop= finds a sparsity by validation data.',
+                stacklevel=2,
+            )
     else:
         if sparsity is None:
             raise ValueError('say how much to remove: sparsity=0.95, sparsity="auto", scope="2:4" or max_drop=….')
@@ -230,7 +238,7 @@ def _automatic_masks(
     names: list[str],
     scope: str,
     limits: tuple[float, int],
-    price: tuple[float, float],
+    price: tuple[float, float | None],
 ) -> Masks:
     if posterior is None:
         raise ValueError('sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).')

@@ -143,8 +143,8 @@ def check_sparsity(sparsity: object) -> float:
     """A share in [0, 1) as a float, or a ``ValueError`` that says what was probably meant."""
     if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
         hint = ""
-        if isinstance(sparsity, int | float) and 1 <= sparsity < 100:
-            hint = f" For {sparsity} % write sparsity={sparsity / 100:g}."
+        if isinstance(sparsity, int | float) and 1 < sparsity < 100:
+            hint = f" {sparsity:g} % is {sparsity / 100:g}."
         raise ValueError(f"sparsity is the share of weights to remove, in [0, 1), not {sparsity!r}.{hint}")
     return float(sparsity)
 

@@ -25,14 +25,14 @@ class Chosen:
     Attributes:
         kept: Group → one truth value a unit.
         target: What the sparsity is a share of: ``"units"``, ``"parameters"``, ``"flops"`` or ``"latency"``.
-        requested: The share asked for.
+        requested: The share asked for; None where masks had chosen.
         achieved: The share that goes. Of units it is as near as whole units and ``round_to`` allow; of anything else
             the first that is at least what was asked for.
     """
 
     kept: dict[str, Tensor]
     target: str
-    requested: float
+    requested: float | None
     achieved: float
 
     @property
@@ -46,7 +46,8 @@ class Chosen:
         lines += [f"{n:<{width}}  {b:>6}  {a:>6}  {1 - a / b:8.4f}" for n, (b, a) in self.widths.items()]
         before, after = (sum(column) for column in zip(*self.widths.values(), strict=True))
         lines.append(f"{'all':<{width}}  {before:>6}  {after:>6}  {1 - after / before:8.4f}")
-        lines.append(f"{self.target}: requested {self.requested:.4f} less, achieved {self.achieved:.4f} less")
+        asked = "" if self.requested is None else f"requested {self.requested:.4f} less, "
+        lines.append(f"{self.target}: {asked}achieved {self.achieved:.4f} less")
         return "\n".join(lines)
 
 

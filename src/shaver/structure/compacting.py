@@ -179,4 +179,4 @@ def _masked(groups: Groups, masks: Mapping[str, Tensor]) -> Chosen:
     if empty:
         raise ValueError(f"the masks leave nothing of {', '.join(empty)}: no network can be made of what is left.")
     share = 1 - sum(int(k.sum()) for k in kept.values()) / sum(len(k) for k in kept.values())
-    return Chosen(kept, "units", share, share)
+    return Chosen(kept, "units", None, share)

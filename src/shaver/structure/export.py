@@ -2,8 +2,9 @@
 
 import logging
 import os
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
@@ -23,7 +24,12 @@ TOLERANCE = 1e-5
 
 
 def export_onnx(
-    model: nn.Module, example: Example, path: str | os.PathLike[str], *, dynamic_batch: bool = True
+    model: nn.Module,
+    example: Example,
+    path: str | os.PathLike[str],
+    *,
+    dynamic_batch: bool = True,
+    outputs: Callable[[Any], Tensor] | None = None,
 ) -> Path:
     """Write a network as one ONNX file, in evaluation mode, and compare it with the network, in onnxruntime if present.
 
@@ -36,6 +42,8 @@ def export_onnx(
         example: An input: a tensor, a tuple of positional or a dict of keyword arguments.
         path: The file; it appears, or replaces an older one, only when the comparison has passed.
         dynamic_batch: The file takes batches of any size: the first dimension of every tensor in the example.
+        outputs: From what the model returns to the tensor that the file gives, where that is neither a tensor nor has
+            ``.logits``: ``outputs=lambda result: result[0]``.
 
     Returns:
         The path.
@@ -51,10 +59,19 @@ def export_onnx(
     positional, named = _arguments(example)
     with undisturbed(model), torch.no_grad(), atomic_path(target) as temporary:
         result = call(model, example)
-        _write(model if isinstance(result, Tensor) else _Outputs(model), positional, named, temporary, dynamic_batch)
+        pick = outputs or outputs_in
+        expected, plain = pick(result), isinstance(result, Tensor)
+        try:
+            if plain:
+                _write(model, positional, named, temporary, dynamic_batch)
+            else:
+                wrapped = _Outputs(model, pick, len(positional), list(named))
+                _write(wrapped, (*positional, *named.values()), {}, temporary, dynamic_batch)
+        except Exception as error:
+            raise ValueError(f"{type(model).__name__} cannot be exported to ONNX: {_reason(error)}") from error
         difference = 0.0
         if find_spec("onnxruntime") is not None:
-            difference = _difference(outputs_in(result), _run(temporary, [*positional, *named.values()]))
+            difference = _difference(expected, _run(temporary, [*positional, *named.values()]))
         if not difference <= TOLERANCE:
             raise ValueError(
                 f"the ONNX file of {type(model).__name__} differs from the network by {difference:.2g} of the largest "
@@ -64,14 +81,15 @@ def export_onnx(
 
 
 class _Outputs(nn.Module):
-    """A network that returns its outputs and nothing else."""
+    """A network that returns its outputs and nothing else; all arguments are positional, as the exporter wants it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, pick: Callable[[Any], Tensor], count: int, names: list[str]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.pick, self.count, self.names = model, pick, count, names
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return outputs_in(self.model(*args, **kwargs))
+    def forward(self, *args: Any) -> Tensor:
+        named = dict(zip(self.names, args[self.count :], strict=True))
+        return self.pick(self.model(*args[: self.count], **named))
 
 
 def _arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -93,21 +111,28 @@ def _write(
             return {0: batch} if isinstance(value, Tensor) and value.ndim and len(value) > 1 else None
 
         shapes = tuple(map(first, positional)) if positional else {key: first(value) for key, value in named.items()}
-    try:
-        with _quietly():
-            torch.onnx.export(
-                model,
-                positional,
-                str(path),
-                kwargs=named or None,
-                dynamo=True,
-                dynamic_shapes=shapes,
-                external_data=False,
-                verbose=False,
-            )
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{type(model).__name__} cannot be exported to ONNX: {reason}") from error
+        if isinstance(model, _Outputs):
+            shapes = {"args": shapes}
+    with _quietly():
+        torch.onnx.export(
+            model,
+            positional,
+            str(path),
+            kwargs=named or None,
+            input_names=model.names if isinstance(model, _Outputs) and model.names else None,
+            dynamo=True,
+            dynamic_shapes=shapes,
+            external_data=False,
+            verbose=False,
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what is behind the exporter's own report, which has colours and advice in it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from shaver import criteria
 from shaver.io import read_json, write_json
-from shaver.measure.example import Example, resize
+from shaver.measure.example import resize
 from shaver.pruning import save
 from shaver.pruning.ranking import check_sparsity
 from shaver.structure import Choosing, CompactReport, compact_with_report, find_groups
@@ -17,7 +17,7 @@ from shaver.structure.export import export_onnx
 from shaver.study.compact_options import CompactOptions, ExportOptions
 from shaver.study.outcome import check_free, complete_folder, finite, measure_network, size_of
 from shaver.study.pruning_table import before_and_after
-from shaver.study.setting import Setting, how_to_give_data, posterior_of, prepare, scoring
+from shaver.study.setting import Setting, how_to_give_data, import_user_code, posterior_of, prepare, scoring, shape_of
 from shaver.study.sweep import Row
 from shaver.study.trained import load_trained
 from shaver.training import fit
@@ -84,7 +84,8 @@ def run_export(options: ExportOptions, console: Console) -> Path:
             "for inputs that are no images or vectors use shaver.structure.export_onnx in Python."
         )
     model = load_trained(options.folder, options.factory).model
-    path = options.onnx[0] if options.onnx else options.folder / "network.onnx"
+    beside = options.folder / "network.onnx" if options.folder.is_dir() else options.folder.with_suffix(".onnx")
+    path = options.onnx[0] if options.onnx else beside
     with console.status("Exporting …"):
         export_onnx(model, torch.zeros(2, *shape), path)
     console.print(f"{path.stat().st_size:,} bytes written to {path}.", highlight=False, markup=False)
@@ -93,6 +94,7 @@ def run_export(options: ExportOptions, console: Console) -> Path:
 
 def _prepare(options: CompactOptions) -> Setting:
     """Check what is asked for, then read the network and the data."""
+    import_user_code(options)
     criterion = criteria.get(options.criterion or "opd").name
     if options.sparsity is not None:
         check_sparsity(options.sparsity)
@@ -153,7 +155,7 @@ def _write(options: CompactOptions, setting: Setting, report: CompactReport, row
         "requested": chosen.requested,
         "achieved": chosen.achieved,
         "widths": {name: {"before": before, "after": after} for name, (before, after) in chosen.widths.items()},
-        "input_shape": _shape(setting.example),
+        "input_shape": shape_of(setting.example),
         "finetune": options.finetune,
         "data": None if setting.data is None else setting.data.title,
         "before": rows[0],
@@ -167,15 +169,9 @@ def _write(options: CompactOptions, setting: Setting, report: CompactReport, row
     return size
 
 
-def _shape(example: Example) -> list[int] | None:
-    """The shape of one sample, for networks of one input that is not a row of tokens."""
-    if isinstance(example, Tensor) and example.is_floating_point():
-        return list(example.shape[1:])
-    return None
-
-
 def _stored_shape(folder: Path) -> tuple[int, ...]:
-    if not (folder / REPORT).is_file():
-        return ()
-    stored = read_json(folder / REPORT)
-    return tuple(stored.get("input_shape") or ()) if isinstance(stored, dict) else ()
+    for report in (folder / REPORT, folder / "pruning.json"):
+        if report.is_file():
+            stored = read_json(report)
+            return tuple(stored.get("input_shape") or ()) if isinstance(stored, dict) else ()
+    return ()

@@ -31,10 +31,9 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         earlier = sum(bool(status.get("earlier")) for status in self._status.values())
+        count = f"{len(self._cells)} cell{'s' * (len(self._cells) != 1)}"
         known = f", {earlier} of them done earlier" if earlier else ""
-        self._console.print(
-            f"[bold]{self._recipe.title}[/] ({self._recipe.scale} scale): {len(self._cells)} cells{known}"
-        )
+        self._console.print(f"[bold]{self._recipe.title}[/] ({self._recipe.scale} scale): {count}{known}")
         if self._recipe.note:
             self._console.print(f"smaller than in the paper: {self._recipe.note}", style="yellow")
         if self._live is not None:

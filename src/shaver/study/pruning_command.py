@@ -12,7 +12,7 @@ from shaver.pruning.ranking import check_sparsity
 from shaver.study.outcome import check_free, complete_folder, finite, measure_network, size_of
 from shaver.study.pruning_options import PruningOptions
 from shaver.study.pruning_table import before_and_after
-from shaver.study.setting import Setting, how_to_give_data, posterior_of, prepare, scoring
+from shaver.study.setting import Setting, how_to_give_data, import_user_code, posterior_of, prepare, scoring, shape_of
 from shaver.study.sweep import Row
 
 REPORT = "pruning.json"
@@ -33,12 +33,25 @@ def run_prune(options: PruningOptions, console: Console) -> Pruned:
             wanted = "--sparsity auto" if options.sparsity == "auto" else f"--criterion {setting.criterion}"
             posterior, origin = posterior_of(setting, wanted)
         console.print(f"Posterior: {origin}.", highlight=False)
+        if options.sparsity == "auto" and "assumed" in origin:
+            console.print(
+                "δ was not learned with these weights, so that the evidence says little about how many can go; "
+                "--max-drop 0.01 asks validation data instead.",
+                style="yellow",
+                highlight=False,
+            )
     with console.status(f"Scoring by {setting.criterion} …"):
         scores = criteria.score(model, setting.criterion, posterior=posterior, **scoring(setting))
     with console.status("Measuring the network as it is …"):
         before = measure_network(model, setting)
     with console.status("Pruning …"):
         valid = setting.data.valid if setting.data is not None and options.max_drop is not None else None
+        if valid is not None and options.valid_fraction is None and ":" not in str(options.data):
+            console.print(
+                f"Validation: {valid.data_size} of the training samples; if the network was trained on them, what they "
+                "tell is too good (--valid-fraction says how many were held out).",
+                highlight=False,
+            )
         pruned = prune(
             model,
             scores,
@@ -64,6 +77,7 @@ def run_prune(options: PruningOptions, console: Console) -> Pruned:
 
 def _prepare(options: PruningOptions) -> Setting:
     """Check what is asked for, then read the network and the data."""
+    import_user_code(options)
     criterion = criteria.get(options.criterion or "opd").name
     if options.sparsity == "auto" and criterion != "opd":
         raise ValueError(f"--sparsity auto ranks weights by the evidence; leave out --criterion {criterion}.")
@@ -99,6 +113,7 @@ def _write(options: PruningOptions, setting: Setting, pruned: Pruned, before: Ro
         "achieved": pruned.achieved,
         "evidence_change": pruned.evidence_change,
         "loss_rise": pruned.loss_rise,
+        "input_shape": shape_of(setting.example),
         "data": None if setting.data is None else setting.data.title,
         "before": before,
         "after": after,

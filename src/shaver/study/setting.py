@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shaver.data
 from shaver import criteria
@@ -90,6 +90,13 @@ def prepare(options: NetworkOptions, criterion: str, *, valid_fraction: float = 
     return Setting(options, criterion, trained, likelihood, data, example)
 
 
+def import_user_code(options: NetworkOptions) -> None:
+    """Import the modules that the options name: they may register criteria."""
+    for option, spec in (("--factory", options.factory), ("--data", options.data)):
+        if spec is not None and ":" in spec:
+            import_function(spec, option)
+
+
 def how_to_give_data() -> str:
     """What to do where data are needed and missing, in words."""
     return _NO_DATA.format(", ".join(name for name in shaver.data.names() if name != "imdb"))
@@ -139,6 +146,13 @@ def _example(options: NetworkOptions, data: Data | None) -> Example | None:
     return {key: value[:1] for key, value in batch.items()}
 
 
+def shape_of(example: Example | None) -> list[int] | None:
+    """The shape of one sample, for networks of one input that is not a row of tokens."""
+    if isinstance(example, Tensor) and example.is_floating_point():
+        return list(example.shape[1:])
+    return None
+
+
 def _check_fits(model: nn.Module, example: Example, option: str) -> None:
     try:
         with evaluating(model):
@@ -173,7 +187,7 @@ def posterior_of(setting: Setting, wanted: str) -> tuple[Posterior, str]:
     curvature = estimate(setting.model, data.train.batches, setting.likelihood, fraction=fraction, seed=options.seed)
     precision = options.prior_precision or 1.0
     posterior = Posterior(curvature, precision, dict(setting.model.named_parameters()))
-    return posterior, f"from the curvature at these weights, under a prior precision of {precision:g}"
+    return posterior, f"from the curvature at these weights, under an assumed prior precision of {precision:g}"
 
 
 def scoring(setting: Setting) -> dict[str, Any]:

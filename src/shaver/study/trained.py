@@ -70,7 +70,10 @@ def load_trained(path: Path, factory: str | None = None) -> Trained:
     """
     build = None if factory is None else _builder(factory)
     if (path / PLAN).is_file():
-        return Trained(load(path, build))
+        try:
+            return Trained(load(path, build))
+        except ValueError as error:
+            raise ValueError(str(error).replace("factory=…", "--factory package.module:function")) from error
     stored = _read(path)
     if build is None:
         if stored.network is None:
@@ -81,7 +84,7 @@ def load_trained(path: Path, factory: str | None = None) -> Trained:
         model = build_network(**stored.network)
     else:
         model = build()
-    fill(model, stored.weights, stored.source)
+    fill(model, _unwrapped(stored.weights), stored.source)
     model.eval()
     return Trained(model, _posterior(stored, model), stored.config.get("method"), _likelihood(stored))
 
@@ -173,6 +176,14 @@ def _of_torch(path: Path) -> Mapping[str, Tensor]:
         if isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values()):
             return dict(found)
     raise ValueError(f"{path} holds no state dict, neither at the top nor under {', '.join(map(repr, _NESTED))}.")
+
+
+def _unwrapped(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The weights by the network's own names: DistributedDataParallel and torch.compile put theirs in front."""
+    for prefix in ("module.", "_orig_mod."):
+        if weights and all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return weights
 
 
 def _posterior(stored: _Stored, model: nn.Module) -> Posterior | None:

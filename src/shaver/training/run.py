@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import Forward, Targets, batch_size_of, forward_of, targets_of
+from shaver.batches import Forward, Targets, batch_size_of, forward_of, outputs_finder, targets_of
 from shaver.likelihoods import Classification, Likelihood
 from shaver.naming import check_name
 from shaver.training import checkpoints, divergence
@@ -120,6 +120,10 @@ class Run:
         own["group"] = self.spread.ranks.group
         if clash := own.keys() & spam.keys():
             raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
+        if self.forward is not forward_of and "outputs" not in spam:
+            with torch.random.fork_rng(devices=[]):
+                batch = to_device(next(iter(self.train.batches)), self.device)
+            spam = {"outputs": outputs_finder(self.model, self.forward, batch)} | spam
         if self.plain_loss:
             spam = {"loss": "mean"} | spam
         elif not isinstance(self.likelihood, Classification):

@@ -1,0 +1,84 @@
+"""What a user may get wrong with SpaM: short trainings adapt, mistakes are refused or warned of."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from toys import N, blobs, mlp, sgd, split, train
+
+from shaver.curvature import estimate
+from shaver.settings import Settings
+from shaver.spam import SpaM
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(None, (10, 50)), (10_000, (10, 50)), (417, (10, 50)), (24, (1, 2)), (3, (1, 1))]
+)
+def test_a_short_training_looks_and_learns_more_often(steps: int | None, expected: tuple[int, int]):
+    assert Settings().pace(steps) == expected
+
+
+def test_delta_is_learned_even_in_a_few_steps():
+    model = mlp()
+    spam = SpaM(model, N, total_steps=18)
+    train(model, spam, sgd(model), split(blobs()), 3)
+    assert spam.steps == 18
+    assert spam.updates >= 4
+
+
+def test_what_is_asked_for_is_kept_and_warned_of_where_it_does_nothing():
+    assert Settings(every=7, update=30).pace(60) == (7, 30)
+    with pytest.warns(UserWarning, match=r"δ will not be updated in 24 steps with update=50 and freeze=0\.7"):
+        SpaM(mlp(), N, total_steps=24, update=50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SpaM(mlp(), N, total_steps=24)
+
+
+def test_weight_decay_beside_the_prior_is_warned_of_once():
+    model = mlp()
+    spam = SpaM(model, N)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with pytest.warns(UserWarning, match=r"weight_decay=0\.01") as caught:
+        train(model, spam, optimizer, split(blobs()), 1)
+    assert len([w for w in caught if "weight_decay" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_an_optimizer_of_another_model_is_refused(attached: bool):
+    spam = SpaM(mlp(), N)
+    with pytest.raises(ValueError, match="this SGD holds no trainable parameter of the model"):
+        spam.attach(sgd(mlp())) if attached else spam.step(sgd(mlp()))
+
+
+def test_the_number_of_batches_is_not_that_of_samples():
+    model = mlp()
+    spam = SpaM(model, 6, every=1)
+    with pytest.warns(UserWarning, match="a step has 16 samples and data_size is 6"):
+        train(model, spam, sgd(model), split(blobs()), 1)
+
+
+def test_a_loader_is_no_number_of_samples():
+    with pytest.raises(ValueError, match="data_size is the number of training samples"):
+        SpaM(mlp(), split(blobs()))  # type: ignore[arg-type]
+
+
+def test_targets_of_a_regression_do_not_broadcast():
+    model = nn.Linear(6, 1).double()
+    spam = SpaM(model, N, likelihood="regression")
+    x, y = blobs()
+    with pytest.raises(ValueError, match=r"shaped like the outputs, \(96, 1\)"):
+        spam.loss(model(x), y.double())
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_one_logit_is_no_softmax(flat: bool):
+    model: nn.Module = nn.Sequential(nn.Linear(6, 1), nn.Flatten(0)) if flat else nn.Linear(6, 1)
+    model.double()
+    SpaM(model, N, every=1)
+    x, y = blobs()
+    with pytest.raises(ValueError, match="two at least"):
+        model(x)
+    with pytest.raises(ValueError, match=r"two at least|samples"):
+        estimate(model.eval(), [(x, y)])
