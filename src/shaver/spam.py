@@ -288,8 +288,15 @@ class SpaM:
             posterior = improve(
                 self.prior, curvature, self._rows(), method=self.settings.method, temperature=temperature
             )
-        if isinstance(self.likelihood, Regression) and math.isfinite(curvature.log_likelihood):
-            self._improve_noise(curvature, posterior)
+        if isinstance(self.likelihood, Regression):
+            if math.isfinite(curvature.log_likelihood):
+                self._improve_noise(curvature, posterior)
+            elif not self.updates:
+                warnings.warn(
+                    "the likelihood is not known, so that the noise of the regression stays as it is: differentiate "
+                    "spam.loss(outputs, targets) in place of F.mse_loss.",
+                    stacklevel=2,
+                )
         if not self._sharded:  # one decision, the first rank's; sharded, each has its own rows to decide on
             self.ranks.copy_([factor.values for factor in self.prior.factors])
         if self.settings.shrink and self.updates:

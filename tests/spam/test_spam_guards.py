@@ -82,3 +82,12 @@ def test_one_logit_is_no_softmax(flat: bool):
         model(x)
     with pytest.raises(ValueError, match=r"two at least|samples"):
         estimate(model.eval(), [(x, y)])
+
+
+def test_a_regression_whose_likelihood_is_not_told_is_warned_of():
+    model = nn.Linear(6, 1).double()
+    spam = SpaM(model, N, likelihood="regression", every=1, update=1)
+    x, y = blobs()
+    torch.nn.functional.mse_loss(model(x)[:, 0], y.double()).backward()
+    with pytest.warns(UserWarning, match="the noise of the regression stays as it is"):
+        spam.step(sgd(model, lr=0.01))

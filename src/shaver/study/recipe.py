@@ -43,7 +43,9 @@ class Stage:
         for criterion in self.criteria:
             check_name("criterion", criterion, CRITERIA)
         if not self.sparsities or not all(0 < s < 1 for s in self.sparsities):
-            raise ValueError(f"sparsities are shares between 0 and 1, at least one, not {list(self.sparsities)}.")
+            raise ValueError(
+                f"sparsities are shares between 0 and 1 (0.95 for 95 %), at least one, not {list(self.sparsities)}."
+            )
         if self.epochs < (1 if self.name == "finetuned" else 0):
             raise ValueError(f"epochs of fine-tuning must be 1 or more, not {self.epochs}.")
 
