@@ -27,7 +27,7 @@ from shaver.ranks import Ranks, unwrapped
 from shaver.selection import Selection
 from shaver.settings import IDLE, Settings
 from shaver.shards import check_settings, is_sharded, joined, local, row_numbers, rows_of
-from shaver.stepping import add_prior_gradient, apply_prior, clear_vanished, take_step, unscale
+from shaver.stepping import add_prior_gradient, apply_prior, check_optimizer, clear_vanished, take_step, unscale
 
 
 class SpaM:
@@ -155,8 +155,7 @@ class SpaM:
             return result
         if needs := [type(o).__name__ for o in optimizers if isinstance(o, LBFGS)]:
             raise TypeError(f"{needs[0]} evaluates the loss itself: spam.step(optimizer, closure=closure).")
-        for optimizer in optimizers:
-            self.check_optimizer(optimizer)
+        self._check(*optimizers)
         scaled = scaler is not None and scaler.is_enabled()
         strength = self.observe(float(scaler.get_scale()) if scaled else None)
         for optimizer in optimizers:
@@ -181,27 +180,8 @@ class SpaM:
         for given in optimizers:
             optimizer = inner_optimizer(given)
             if id(optimizer) not in self._attached:
-                self.check_optimizer(optimizer)
+                self._check(optimizer)
                 self._attached[id(optimizer)] = Attachment(self, optimizer, scale or scale_of(given))
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer of another model, and warn of weight decay, once for each optimizer."""
-        if id(optimizer) in self._checked:
-            return
-        self._checked.add(id(optimizer))
-        own = {id(p) for p in self.theta.values()}
-        groups = [group for group in optimizer.param_groups if any(id(p) in own for p in group["params"])]
-        if not groups:
-            raise ValueError(
-                f"this {type(optimizer).__name__} holds no trainable parameter of the model that SpaM watches: was the "
-                "model wrapped, copied or moved after the optimizer was made?"
-            )
-        if decay := max(group.get("weight_decay") or 0.0 for group in groups):
-            warnings.warn(
-                f"the optimizer has weight_decay={decay:g} and SpaM's prior takes its place, so that weights are "
-                "pulled to zero twice: pass weight_decay=0.0 (AdamW's default is 0.01).",
-                stacklevel=3,
-            )
 
     def observe(self, scale: float | None = None) -> float:
         """The gradients of a step are there: take in what they show. Returns what a unit of δ counts in the loss."""
@@ -210,6 +190,12 @@ class SpaM:
             self._watcher.step(scale)
             weight = self._watcher.weight
         return weight * self.settings.temperature / self.data_size
+
+    def _check(self, *optimizers: Optimizer) -> None:
+        for optimizer in optimizers:
+            if id(optimizer) not in self._checked:
+                self._checked.add(id(optimizer))
+                check_optimizer(optimizer, self.theta.values())
 
     def unobserved(self) -> AbstractContextManager[None]:
         """Passes of the model inside the block are not looked at."""

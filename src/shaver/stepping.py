@@ -1,5 +1,6 @@
 """The prior in an optimizer's step: as a proximal step that is stable for every δ, or as a plain gradient."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,27 @@ from shaver.shards import local
 NEGLIGIBLE = 1e-4
 #: Weights below this size become zero now and then, for the same reason: shrinking without a gradient ends there.
 VANISHED = 1e-30
+
+
+def check_optimizer(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Refuse an optimizer that holds none of the parameters, and warn of weight decay beside the prior.
+
+    Raises:
+        ValueError: It is another model's.
+    """
+    own = {id(p) for p in parameters}
+    groups = [group for group in optimizer.param_groups if any(id(p) in own for p in group["params"])]
+    if not groups:
+        raise ValueError(
+            f"this {type(optimizer).__name__} holds no trainable parameter of the model that SpaM watches: was the model "
+            "wrapped, copied or moved after the optimizer was made?"
+        )
+    if decay := max(group.get("weight_decay") or 0.0 for group in groups):
+        warnings.warn(
+            f"the optimizer has weight_decay={decay:g} and SpaM's prior takes its place, so that weights are pulled to "
+            "zero twice: pass weight_decay=0.0 (AdamW's default is 0.01).",
+            stacklevel=4,
+        )
 
 
 @torch.no_grad()
