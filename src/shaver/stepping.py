@@ -27,8 +27,8 @@ def check_optimizer(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     groups = [group for group in optimizer.param_groups if any(id(p) in own for p in group["params"])]
     if not groups:
         raise ValueError(
-            f"this {type(optimizer).__name__} holds no trainable parameter of the model that SpaM watches: was the model "
-            "wrapped, copied or moved after the optimizer was made?"
+            f"this {type(optimizer).__name__} holds no trainable parameter of the model that SpaM watches: was the "
+            "model wrapped, copied or moved after the optimizer was made?"
         )
     if decay := max(group.get("weight_decay") or 0.0 for group in groups):
         warnings.warn(
