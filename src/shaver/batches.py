@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 #: The key of a dict batch that holds the targets.
 LABELS = "labels"
@@ -60,26 +60,39 @@ def outputs_finder(model: nn.Module, forward: Forward, batch: Any) -> Callable[[
     """
     results: list[Any] = []
     modes = [(module, module.training) for module in model.modules()]
+    devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
     handle = model.register_forward_hook(lambda module, args, result: results.append(result))
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(devices):
             outputs = forward(model, batch)
     finally:
         handle.remove()
         for module, mode in modes:
             module.training = mode
-    places = [i for i, leaf in enumerate(tree_leaves(results[-1])) if leaf is outputs] if results else []
-    if places:
-        return lambda result: cast(Tensor, tree_leaves(result)[places[0]])
+    unknown = (
+        "SpaM cannot tell where the outputs are in what the model returns, for forward= gives none of its tensors, or "
+        'they are others in training: pass spam={"outputs": lambda result: …} as well.'
+    )
+    result = results[-1] if results else None
+    leaves, shape = tree_flatten(result)
+    places = [i for i, leaf in enumerate(leaves) if leaf is outputs]
     try:
-        outputs_in(results[-1] if results else None)
+        found = outputs_in(result)
     except TypeError as error:
-        raise TypeError(
-            "forward= returns none of the tensors that the model returned, so that SpaM cannot tell where the outputs "
-            'are: pass spam={"outputs": lambda result: …} as well, or compute them inside the model.'
-        ) from error
-    return outputs_in
+        if not places:
+            raise TypeError(unknown) from error
+    else:
+        if found is outputs or not places:
+            return outputs_in
+
+    def pick(result: Any) -> Tensor:
+        leaves, now = tree_flatten(result)
+        if now != shape:
+            raise TypeError(unknown)
+        return cast(Tensor, leaves[places[0]])
+
+    return pick
 
 
 def targets_of(batch: Any) -> Tensor:

@@ -65,9 +65,9 @@ class Settings:
             raise ValueError(f"shrink must be between 0 and 1, not {self.shrink!r}.")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be positive and finite, not {self.temperature!r}.")
-        if self.online and not (0 <= self.burn_in < 1 and 0 < self.freeze <= 1):
+        if self.online and not 0 <= self.burn_in < self.freeze <= 1:
             raise ValueError(
-                f"online, burn_in and freeze are shares of total_steps, in [0, 1) and (0, 1], not "
+                "online, burn_in and freeze are shares of total_steps, 0 ≤ burn_in < freeze ≤ 1, not "
                 f"{self.burn_in!r} and {self.freeze!r}."
             )
 
@@ -76,10 +76,10 @@ class Settings:
         update = self.update or 50
         if self.update is None and total_steps is not None:
             update = max(1, min(update, int((self.freeze - self.burn_in) * total_steps / 5)))
-        if total_steps is not None and self.freeze * total_steps < update:
+        if total_steps is not None and int(self.freeze * total_steps / update) * update <= self.burn_in * total_steps:
             warnings.warn(
-                f"δ will not be updated in {total_steps} steps with update={update} and freeze={self.freeze:g}, so "
-                "that SpaM does nothing: leave update= out, or pass a smaller one.",
+                f"δ will not be updated in {total_steps} steps with update={update}, burn_in={self.burn_in:g} and "
+                f"freeze={self.freeze:g}, so that SpaM does nothing; leave update= out, or train longer.",
                 stacklevel=3,
             )
         return self.every or max(1, min(10, update // 5)), update
@@ -91,8 +91,8 @@ IDLE = 4
 #: For pretrained weights. The prior stays in the gradient, where Adam bounds its step: the proximal step of a weight
 #: that no gradient reaches (a word that no text has) is as large as Adam's is for it, and takes what was pretrained. So
 #: does the posterior mean's move: δ from a few samples is noisy, each rise moves weights inwards, and no fall moves
-#: them out again. These are few steps, so that δ moves more often.
-FINE_TUNING = Settings(every=5, update=20, shrink=0.0, proximal=False)
+#: them out again.
+FINE_TUNING = Settings(shrink=0.0, proximal=False)
 
 #: The paper's algorithm: GGN after every epoch, 100 steps of Adam on log δ, the prior as a gradient.
 PAPER = Settings(

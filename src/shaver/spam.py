@@ -5,7 +5,7 @@ The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ; δ follows the evid
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
@@ -27,7 +27,7 @@ from shaver.ranks import Ranks, unwrapped
 from shaver.selection import Selection
 from shaver.settings import IDLE, Settings
 from shaver.shards import check_settings, is_sharded, joined, local, row_numbers, rows_of
-from shaver.stepping import add_prior_gradient, apply_prior, check_optimizer, clear_vanished, take_step, unscale
+from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
 
 
 class SpaM:
@@ -109,7 +109,7 @@ class SpaM:
         self.steps = self.epochs = self.updates = 0
         self._outputs = 1
         self._attached: dict[int, Attachment] = {}
-        self._checked: set[int] = set()
+        self._checked: set[tuple[int, ...]] = set()
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
         self._curvature: Curvature | None = None
@@ -146,6 +146,7 @@ class SpaM:
             raise TypeError("spam.step(optimizer) needs the optimizer whose step it takes.")
         if any(id(optimizer) in self._attached for optimizer in optimizers):
             raise RuntimeError("spam is attached to this optimizer: call optimizer.step() itself, not spam.step.")
+        self._check(optimizers)
         if closure is not None:
             if len(optimizers) > 1 or scaler is not None:
                 raise TypeError("closure= goes with one optimizer and without a scaler.")
@@ -155,7 +156,6 @@ class SpaM:
             return result
         if needs := [type(o).__name__ for o in optimizers if isinstance(o, LBFGS)]:
             raise TypeError(f"{needs[0]} evaluates the loss itself: spam.step(optimizer, closure=closure).")
-        self._check(*optimizers)
         scaled = scaler is not None and scaler.is_enabled()
         strength = self.observe(float(scaler.get_scale()) if scaled else None)
         for optimizer in optimizers:
@@ -177,10 +177,10 @@ class SpaM:
             optimizers: Torch optimizers, or accelerate's wrappers of them. Each one's step counts as a step.
             scale: Asked at every step: the loss scale of mixed precision, or None. Accelerate's is known.
         """
-        for given in optimizers:
-            optimizer = inner_optimizer(given)
+        inner = [inner_optimizer(given) for given in optimizers]
+        self._check(inner)
+        for given, optimizer in zip(optimizers, inner, strict=True):
             if id(optimizer) not in self._attached:
-                self._check(optimizer)
                 self._attached[id(optimizer)] = Attachment(self, optimizer, scale or scale_of(given))
 
     def observe(self, scale: float | None = None) -> float:
@@ -191,11 +191,12 @@ class SpaM:
             weight = self._watcher.weight
         return weight * self.settings.temperature / self.data_size
 
-    def _check(self, *optimizers: Optimizer) -> None:
-        for optimizer in optimizers:
-            if id(optimizer) not in self._checked:
-                self._checked.add(id(optimizer))
-                check_optimizer(optimizer, self.theta.values())
+    def _check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Once for each set of them."""
+        key = tuple(map(id, optimizers))
+        if key not in self._checked:
+            self._checked.add(key)
+            check_optimizers(optimizers, self.theta.values())
 
     def unobserved(self) -> AbstractContextManager[None]:
         """Passes of the model inside the block are not looked at."""

@@ -1,7 +1,7 @@
 """The prior in an optimizer's step: as a proximal step that is stable for every δ, or as a plain gradient."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,18 @@ NEGLIGIBLE = 1e-4
 VANISHED = 1e-30
 
 
-def check_optimizer(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that holds none of the parameters, and warn of weight decay beside the prior.
+def check_optimizers(optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> None:
+    """Refuse optimizers that hold none of the parameters, and warn of weight decay beside the prior.
 
     Raises:
-        ValueError: It is another model's.
+        ValueError: They are another model's.
     """
     own = {id(p) for p in parameters}
-    groups = [group for group in optimizer.param_groups if any(id(p) in own for p in group["params"])]
+    groups = [g for optimizer in optimizers for g in optimizer.param_groups if any(id(p) in own for p in g["params"])]
     if not groups:
         raise ValueError(
-            f"this {type(optimizer).__name__} holds no trainable parameter of the model that SpaM watches: was the "
-            "model wrapped, copied or moved after the optimizer was made?"
+            f"{', '.join(type(o).__name__ for o in optimizers)} holds no trainable parameter of the model that SpaM "
+            "watches: was the model wrapped, copied or moved after the optimizer was made?"
         )
     if decay := max(group.get("weight_decay") or 0.0 for group in groups):
         warnings.warn(

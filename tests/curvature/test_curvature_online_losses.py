@@ -15,6 +15,9 @@ from watching import (
     watch,
 )
 
+from shaver.curvature.reading import read_loss
+from shaver.likelihoods import Classification
+
 UNREADABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "label smoothing": lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1),
     "class weights": lambda f, y: F.cross_entropy(f, y, weight=torch.tensor([1.0, 2.0, 4.0]).to(f)),
@@ -110,7 +113,7 @@ def test_a_class_that_is_ruled_out_is_not_taken_for_the_label():
 def test_one_output_is_no_classification():
     model = nn.Linear(3, 1)
     watch(model)
-    with pytest.raises(ValueError, match="not a multiple of the cross entropy"):
+    with pytest.raises(ValueError, match="two at least"):
         F.binary_cross_entropy_with_logits(model(torch.randn(6, 3)), torch.ones(6, 1)).backward()
 
 
@@ -164,3 +167,28 @@ def test_a_step_that_the_scaler_will_skip_is_not_looked_at():
     assert online.looks == 1
     assert online.weight == before["weight"]
     assert_all_same(online.average, before["average"], 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [10, 1000, 20000])
+@pytest.mark.parametrize("margin", [0.0, 3.0, 8.0])
+def test_label_smoothing_is_seen_among_many_classes_and_nothing_is_seen_in_plain_cross_entropy(
+    margin: float, classes: int, dtype: torch.dtype
+):
+    y = torch.randint(classes, (32,))
+    f = (torch.randn(32, classes) + margin * F.one_hot(y, classes)).to(dtype).requires_grad_()
+    F.cross_entropy(f, y).backward()
+    assert f.grad is not None
+    reading = read_loss(Classification(), f.detach(), f.grad)
+    assert reading is not None
+    assert reading.factor == pytest.approx(1 / 32, rel=1e-4 if dtype == torch.float32 else 0.02)
+    if dtype == torch.bfloat16:  # smoothing is within what rounding does to these
+        return
+    f.grad = None
+    F.cross_entropy(f, y, label_smoothing=0.1).backward()
+    with pytest.raises(ValueError, match="label smoothing"):
+        read_loss(Classification(), f.detach(), f.grad)
+
+
+def test_outputs_without_a_row_have_nothing_to_read():
+    assert read_loss(Classification(), torch.zeros(0, 5), torch.zeros(0, 5)) is None

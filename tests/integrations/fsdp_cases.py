@@ -27,10 +27,12 @@ class Net(nn.Module):
             )
             self.token = nn.Parameter(torch.randn(7))
             self.place = nn.Parameter(torch.randn(1, 2, 7))
+            self.gate = nn.Linear(7, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = (torch.tanh(self.into(x)).unsqueeze(1) + self.place).mean(1) + self.token
-        return self.out(self.norm(self.again(torch.tanh(self.again(x)))))
+        x = torch.tanh(self.again(x))
+        return self.out(self.norm(self.again(x * torch.sigmoid(self.gate(x)))))
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -29,8 +29,12 @@ def test_delta_is_learned_even_in_a_few_steps():
 
 def test_what_is_asked_for_is_kept_and_warned_of_where_it_does_nothing():
     assert Settings(every=7, update=30).pace(60) == (7, 30)
-    with pytest.warns(UserWarning, match=r"δ will not be updated in 24 steps with update=50 and freeze=0\.7"):
+    with pytest.warns(UserWarning, match=r"δ will not be updated in 24 steps with update=50"):
         SpaM(mlp(), N, total_steps=24, update=50)
+    with pytest.warns(UserWarning, match="δ will not be updated in 1000 steps"):
+        Settings(burn_in=0.5, update=500).pace(1000)
+    with pytest.raises(ValueError, match=r"0 ≤ burn_in < freeze ≤ 1, not 0\.8 and 0\.5"):
+        Settings(burn_in=0.8, freeze=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SpaM(mlp(), N, total_steps=24)
@@ -48,7 +52,7 @@ def test_weight_decay_beside_the_prior_is_warned_of_once():
 @pytest.mark.parametrize("attached", [True, False])
 def test_an_optimizer_of_another_model_is_refused(attached: bool):
     spam = SpaM(mlp(), N)
-    with pytest.raises(ValueError, match="this SGD holds no trainable parameter of the model"):
+    with pytest.raises(ValueError, match="SGD holds no trainable parameter of the model"):
         spam.attach(sgd(mlp())) if attached else spam.step(sgd(mlp()))
 
 
@@ -91,3 +95,17 @@ def test_a_regression_whose_likelihood_is_not_told_is_warned_of():
     torch.nn.functional.mse_loss(model(x)[:, 0], y.double()).backward()
     with pytest.warns(UserWarning, match="the noise of the regression stays as it is"):
         spam.step(sgd(model, lr=0.01))
+
+
+def test_one_of_several_optimizers_may_be_another_model_s():
+    model, head = mlp(), mlp()
+    spam = SpaM(model, N)
+    x, y = blobs()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    spam.step(sgd(model), sgd(head))
+    assert spam.steps == 1
+
+
+def test_a_closure_s_optimizer_is_checked_too():
+    with pytest.raises(ValueError, match="holds no trainable parameter"):
+        SpaM(mlp(), N).step(torch.optim.LBFGS(mlp().parameters()), closure=lambda: None)

@@ -167,3 +167,44 @@ def test_a_forward_of_ones_own_tells_spam_where_the_outputs_are():
     assert identical(weights(ours.net), weights(reference))
     with pytest.raises(TypeError, match=r'pass spam=\{"outputs"'):
         fit(Pair(), batches(), epochs=1, spam=QUICK, forward=lambda model, batch: model(batch[0])[1] * 2)
+
+
+class Undecided(nn.Module):
+    """Returns its features too, but only in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        features = torch.tanh(self.first(x))
+        return (features, self.last(features)) if self.training else self.last(features)
+
+
+def test_outputs_that_are_elsewhere_in_training_are_not_mistaken():
+    def forward(model, batch):
+        result = model(batch[0])
+        return result[1] if model.training else result
+
+    with pytest.raises(TypeError, match="returned a tuple"):
+        fit(Undecided(), batches(), epochs=1, spam=QUICK, forward=forward)
+
+
+def test_by_epochs_any_forward_will_do():
+    history = fit(
+        Pair(), batches(), epochs=2, spam={"structure": "kron"}, forward=lambda model, batch: model(batch[0])[1] * 2
+    )
+    assert history.posterior is not None
+
+
+def test_looking_for_the_outputs_does_not_change_the_order_of_the_data():
+    x, y = blobs()
+    weights_of = []
+    for forward in (None, lambda model, batch: model(batch[0])):
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(x, y), 16, shuffle=True, generator=torch.Generator().manual_seed(5)
+        )
+        model = network()
+        fit(model, loader, epochs=2, spam=QUICK, **({} if forward is None else {"forward": forward}))
+        weights_of.append(weights(model))
+    assert identical(*weights_of)

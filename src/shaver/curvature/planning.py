@@ -54,7 +54,7 @@ def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Map
                 plan.copies[name] = copies
                 continue
         kinds = " + ".join(type(model.get_submodule(m)).__name__ for m, _ in real)
-        tried = {label: reason for m, _ in called for label, reason in probe.rejected.get(m, {}).items()}
+        tried = {label: reason for place in called for label, reason in probe.rejected.get(place, {}).items()}
         plan.generic[name] = "; ".join(
             [f"no rule for this use in {kinds}", *(f"{label} {reason}" for label, reason in tried.items())]
         )
@@ -99,8 +99,8 @@ class _Probe:
         self.floor = max(sizes, default=0.0)
         edges = [call.edge for call in self.calls]
         grads = torch.autograd.grad(outputs, edges, self.direction, allow_unused=True) if edges else ()
-        #: Module name → rule → why it was not taken, for the message.
-        self.rejected: dict[str, dict[str, str]] = {}
+        #: (module, parameter's own name) → rule → why it was not taken, for the message.
+        self.rejected: dict[tuple[str, str], dict[str, str]] = {}
         #: Module name → its calls that a gradient reached, with that gradient.
         self.passed: dict[str, list[tuple[Call, Tensor]]] = {}
         for call, grad in zip(self.calls, grads, strict=True):
@@ -177,7 +177,7 @@ class _Probe:
         try:
             for choice, own, call, grad in parts:
                 arguments = arranged(call, grad, choice.layout, self.count)
-                self._reject(call.name, choice, "differs from autograd")
+                self._reject((call.name, own), choice, "differs from autograd")
                 uses.append(choice.rule(call.module, *arguments)[own])
             use = merge(uses)
             missed = size = 0.0
@@ -189,17 +189,17 @@ class _Probe:
                 size += float(_squares(row))
         except (RuntimeError, ValueError, IndexError, KeyError, StopIteration, AttributeError, TypeError) as error:
             if len(uses) < len(parts):
-                choice, _, call, _ = parts[len(uses)]
-                self._reject(call.name, choice, f"raised {type(error).__name__}: {error}")
+                choice, own, call, _ = parts[len(uses)]
+                self._reject((call.name, own), choice, f"raised {type(error).__name__}: {error}")
             return False  # the shapes do not fit this layout or rule
         rms = (size / expected.numel()) ** 0.5
         allowed = _TOLERANCE.get(expected.dtype, 0.2) * (rms + 1e-4 * self.floor)
         return bool((missed / expected.numel()) ** 0.5 <= allowed)
 
-    def _reject(self, module: str, choice: Choice, reason: str) -> None:
+    def _reject(self, place: tuple[str, str], choice: Choice, reason: str) -> None:
         """Keep why a rule was not taken, in the layout that most rules are written for."""
         if choice.layout == "first":
-            self.rejected.setdefault(module, {})[choice.label] = reason.splitlines()[0]
+            self.rejected.setdefault(place, {})[choice.label] = reason.splitlines()[0]
 
     def vmap_agrees(self, name: str, expected: Tensor) -> bool:
         """Whether the generic rule's vmap gives the per-sample gradients, for one output gradient and for two."""

@@ -48,17 +48,21 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
         _check_finite(bool(peak.isfinite().all()))
         f, g = f[counted], g[counted]
         rows = len(f)
-        if not rows:
-            return None
+    if not rows:
+        return None
     step = max(1, PIECE // f.shape[1])
     pieces = zip(torch.split(f, step), torch.split(g, step), strict=True)
-    of_others, p_of_others, nll, gg, gq, qq = torch.stack([_sums(*piece) for piece in pieces]).sum(0).tolist()
-    _check_finite(math.isfinite(gg))
+    of_others, p_of_others, nll, *squares = torch.stack([_sums(*piece) for piece in pieces]).sum(0).tolist()
+    _check_finite(all(map(math.isfinite, squares)))
     factor = of_others / p_of_others if p_of_others else math.nan
-    missed = math.sqrt(max(gg - 2 * factor * gq + factor**2 * qq, 0.0))
     is_exact = outputs.element_size() >= 4 and gradient.element_size() >= 4
     rounding = 4 * torch.finfo(gradient.dtype if is_exact else torch.bfloat16).eps * math.sqrt(rows) * factor
-    if not (factor > 0 and missed <= (0.02 if is_exact else 0.1) * math.sqrt(gg) + rounding):  # NaN: a single output
+    fits = factor > 0  # not where it is NaN, for a single output
+    # at the labels, where 1 is taken away, and at the other classes, which are much smaller and have their own digits
+    for (gg, gq, qq), lost in ((squares[:3], rounding), (squares[3:], 0.0)):
+        missed = math.sqrt(max(gg - 2 * factor * gq + factor**2 * qq, 0.0))
+        fits = fits and missed <= (0.02 if is_exact else 0.1) * math.sqrt(gg) + lost
+    if not fits:
         raise ValueError(
             "the loss is not a multiple of the cross entropy of the model's outputs (label smoothing, class or "
             "sample weights, a further term, or outputs that are already probabilities), so its scale cannot be "
@@ -68,8 +72,9 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
 
 
 def _sums(f: Tensor, g: Tensor) -> Tensor:
-    """For rows that count: Σ g and Σ p over classes that are not the label, −Σ log p_y, and Σ g², Σ g·q, Σ q².
+    """For rows that count: Σ g and Σ p over classes that are not the label, −Σ log p_y, and six sums of squares.
 
+    These are Σ g², Σ g·q, Σ q² at the labels and at the other classes.
     q is what g should be in units of c: p, and at the label −Σ p of the others. There p_y − 1 would have lost its
     digits once the network is confident, and c comes from the other classes for the same reason.
     """
@@ -78,12 +83,13 @@ def _sums(f: Tensor, g: Tensor) -> Tensor:
     # where 1 − p of the label is rounded to 0, other classes may have a gradient of 0 too: the likeliest is it
     label = q.masked_fill(g > g.amin(1, keepdim=True), -1.0).argmax(1, keepdim=True)
     others = q.scatter_(1, label, 0.0).sum(1, keepdim=True)
-    q.scatter_(1, label, -others)
-    of_others = g.clamp_min(0).sum(dtype=torch.float64)  # it has the only negative entry of its row
-    pair = torch.stack([g.reshape(-1), q.reshape(-1)]).double()
-    gram = pair @ pair.t()
-    first = [of_others, others.sum(dtype=torch.float64), -log_p.gather(1, label).sum(dtype=torch.float64)]
-    return torch.stack([*first, gram[0, 0], gram[0, 1], gram[1, 1]])
+    rest = torch.stack([g.scatter(1, label, 0.0), q]).flatten(1).double()
+    at_label = torch.stack([g.gather(1, label), -others]).flatten(1).double()
+    sums = [*rest.sum(1), -log_p.gather(1, label).sum(dtype=torch.float64)]
+    for pair in (at_label, rest):
+        gram = pair @ pair.t()
+        sums += [gram[0, 0], gram[0, 1], gram[1, 1]]
+    return torch.stack(sums)
 
 
 def _check_finite(is_finite: bool) -> None:

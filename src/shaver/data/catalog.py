@@ -1,4 +1,4 @@
-"""The data sets by name, split, normalised by their training part, and ready to batch."""
+"""The data sets by name, split, normalised by all their training data, and ready to batch."""
 
 import os
 from collections.abc import Callable

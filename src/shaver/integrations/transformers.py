@@ -61,7 +61,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
         settings: Settings = FINE_TUNING,
         **options: Any,
     ) -> None:
-        if options.get("structure", "diag") != "diag" or options.get("online") is False:
+        if options.get("structure", "diag") != "diag" or not options.get("online", settings.online):
             raise ValueError(
                 "the callback learns online, from training's own passes; for structure='kron' or online=False use "
                 "shaver.SpaM in a loop of your own."

@@ -60,7 +60,8 @@ def export_onnx(
     with undisturbed(model), torch.no_grad(), atomic_path(target) as temporary:
         result = call(model, example)
         pick = outputs or outputs_in
-        expected, plain = pick(result), isinstance(result, Tensor)
+        plain = outputs is None and isinstance(result, Tensor)
+        expected = _picked(pick, result)
         try:
             if plain:
                 _write(model, positional, named, temporary, dynamic_batch)
@@ -78,6 +79,16 @@ def export_onnx(
                 f"output, more than {TOLERANCE:g}; {target} was not written."
             )
     return target
+
+
+def _picked(pick: Callable[[Any], Tensor], result: Any) -> Tensor:
+    try:
+        return pick(result)
+    except TypeError as error:
+        raise TypeError(
+            f"the model returned a {type(result).__name__}, not a tensor or something with .logits; pass "
+            "outputs=lambda result: … that picks one."
+        ) from error
 
 
 class _Outputs(nn.Module):

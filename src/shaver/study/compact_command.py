@@ -17,7 +17,16 @@ from shaver.structure.export import export_onnx
 from shaver.study.compact_options import CompactOptions, ExportOptions
 from shaver.study.outcome import check_free, complete_folder, finite, measure_network, size_of
 from shaver.study.pruning_table import before_and_after
-from shaver.study.setting import Setting, how_to_give_data, import_user_code, posterior_of, prepare, scoring, shape_of
+from shaver.study.setting import (
+    Setting,
+    how_to_give_data,
+    import_user_code,
+    origin_of,
+    posterior_of,
+    prepare,
+    scoring,
+    shape_of,
+)
 from shaver.study.sweep import Row
 from shaver.study.trained import load_trained
 from shaver.training import fit
@@ -37,8 +46,8 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
     posterior = None
     if options.sparsity is not None and "posterior" in criteria.needs(setting.criterion):
         with console.status("Looking for the posterior …"):
-            posterior, origin = posterior_of(setting, f"--criterion {setting.criterion}")
-        console.print(f"Posterior: {origin}.", highlight=False)
+            posterior, is_learned = posterior_of(setting, f"--criterion {setting.criterion}")
+        console.print(origin_of(posterior, is_learned), highlight=False)
     with console.status("Measuring the network as it is …"):
         before = measure_network(setting.model, setting)
     example = resize(setting.example, 2)  # two samples tell a constant from a value

@@ -12,7 +12,16 @@ from shaver.pruning.ranking import check_sparsity
 from shaver.study.outcome import check_free, complete_folder, finite, measure_network, size_of
 from shaver.study.pruning_options import PruningOptions
 from shaver.study.pruning_table import before_and_after
-from shaver.study.setting import Setting, how_to_give_data, import_user_code, posterior_of, prepare, scoring, shape_of
+from shaver.study.setting import (
+    Setting,
+    how_to_give_data,
+    import_user_code,
+    origin_of,
+    posterior_of,
+    prepare,
+    scoring,
+    shape_of,
+)
 from shaver.study.sweep import Row
 
 REPORT = "pruning.json"
@@ -31,9 +40,9 @@ def run_prune(options: PruningOptions, console: Console) -> Pruned:
     if options.sparsity == "auto" or "posterior" in criteria.needs(setting.criterion):
         with console.status("Looking for the posterior …"):
             wanted = "--sparsity auto" if options.sparsity == "auto" else f"--criterion {setting.criterion}"
-            posterior, origin = posterior_of(setting, wanted)
-        console.print(f"Posterior: {origin}.", highlight=False)
-        if options.sparsity == "auto" and "assumed" in origin:
+            posterior, is_learned = posterior_of(setting, wanted)
+        console.print(origin_of(posterior, is_learned), highlight=False)
+        if options.sparsity == "auto" and not is_learned:
             console.print(
                 "δ was not learned with these weights, so that the evidence says little about how many can go; "
                 "--max-drop 0.01 asks validation data instead.",

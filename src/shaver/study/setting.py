@@ -161,8 +161,8 @@ def _check_fits(model: nn.Module, example: Example, option: str) -> None:
         raise ValueError(f"{option} does not fit {type(model).__name__}: {error}") from error
 
 
-def posterior_of(setting: Setting, wanted: str) -> tuple[Posterior, str]:
-    """SpaM's own, or one from the curvature at the trained weights; and where it came from, in words.
+def posterior_of(setting: Setting, wanted: str) -> tuple[Posterior, bool]:
+    """SpaM's own, or one from the curvature at the trained weights; and whether its δ was learned.
 
     Args:
         setting: The network and its data.
@@ -170,7 +170,7 @@ def posterior_of(setting: Setting, wanted: str) -> tuple[Posterior, str]:
     """
     options, trained, data = setting.options, setting.trained, setting.data
     if trained.posterior is not None and options.prior_precision is None:
-        return trained.posterior, "the one saved with the network"
+        return trained.posterior, True
     if trained.method == "spam" and options.prior_precision is None:
         raise ValueError(
             f"{wanted} needs the posterior, which shaver.fit writes when a SpaM run is finished, and for these weights "
@@ -185,9 +185,15 @@ def posterior_of(setting: Setting, wanted: str) -> tuple[Posterior, str]:
     if options.samples is not None and options.samples < data.train.data_size:
         fraction = options.samples / data.train.data_size
     curvature = estimate(setting.model, data.train.batches, setting.likelihood, fraction=fraction, seed=options.seed)
-    precision = options.prior_precision or 1.0
-    posterior = Posterior(curvature, precision, dict(setting.model.named_parameters()))
-    return posterior, f"from the curvature at these weights, under an assumed prior precision of {precision:g}"
+    return Posterior(curvature, options.prior_precision or 1.0, setting.model), False
+
+
+def origin_of(posterior: Posterior, is_learned: bool) -> str:
+    """Where a posterior comes from, in words."""
+    if is_learned:
+        return "Posterior: the one saved with the network."
+    delta = float(next(iter(posterior.delta().values())))
+    return f"Posterior: from the curvature at these weights, under an assumed prior precision of {delta:g}."
 
 
 def scoring(setting: Setting) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def load_trained(path: Path, factory: str | None = None) -> Trained:
         model = build_network(**stored.network)
     else:
         model = build()
-    fill(model, _unwrapped(stored.weights), stored.source)
+    fill(model, _unwrapped(stored.weights, model), stored.source)
     model.eval()
     return Trained(model, _posterior(stored, model), stored.config.get("method"), _likelihood(stored))
 
@@ -178,12 +178,15 @@ def _of_torch(path: Path) -> Mapping[str, Tensor]:
     raise ValueError(f"{path} holds no state dict, neither at the top nor under {', '.join(map(repr, _NESTED))}.")
 
 
-def _unwrapped(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _unwrapped(weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
     """The weights by the network's own names: DistributedDataParallel and torch.compile put theirs in front."""
-    for prefix in ("module.", "_orig_mod."):
-        if weights and all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-    return weights
+    own, found = model.state_dict().keys(), dict(weights)
+    while found.keys() != own:
+        prefix = next(iter(found), "").split(".")[0] + "."
+        if prefix not in ("module.", "_orig_mod.") or not all(name.startswith(prefix) for name in found):
+            return weights
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found
 
 
 def _posterior(stored: _Stored, model: nn.Module) -> Posterior | None:

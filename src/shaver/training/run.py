@@ -120,9 +120,8 @@ class Run:
         own["group"] = self.spread.ranks.group
         if clash := own.keys() & spam.keys():
             raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
-        if self.forward is not forward_of and "outputs" not in spam:
-            with torch.random.fork_rng(devices=[]):
-                batch = to_device(next(iter(self.train.batches)), self.device)
+        if self.forward is not forward_of and "outputs" not in spam and _learns_online(spam):
+            batch = to_device(self.train.first(), self.device)
             spam = {"outputs": outputs_finder(self.model, self.forward, batch)} | spam
         if self.plain_loss:
             spam = {"loss": "mean"} | spam
@@ -363,3 +362,10 @@ class Run:
         checkpoints.set_random_state(state["random"])
         for generator, saved in zip(self.train.generators(), state["generators"], strict=True):
             generator.set_state(saved)
+
+
+def _learns_online(spam: dict[str, Any]) -> bool:
+    """Whether SpaM with these arguments watches the model, and so has to know its outputs."""
+    settings = spam.get("settings")
+    usual = spam.get("structure", "diag") == "diag" if settings is None else settings.online
+    return bool(spam.get("online", usual))

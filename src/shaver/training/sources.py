@@ -33,6 +33,16 @@ class Source:
                 owner.set_epoch(number)
         return self.batches
 
+    def first(self) -> Any:
+        """One batch, to look at; the order of those to come is not disturbed."""
+        states = [(generator, generator.get_state()) for generator in self.generators()]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return next(iter(self.batches))
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
     def generators(self) -> list[torch.Generator]:
         """Generators a DataLoader draws from besides the global one: their state is part of a checkpoint."""
         owners = (self.batches, getattr(self.batches, "sampler", None))
