@@ -68,7 +68,7 @@ def test_what_does_not_belong_together_is_named():
         Posterior(curvature, {n if n != "conv.bias" else "conv.biass": 1.0 for n in theta}, theta)
     with pytest.raises(ValueError, match=r"precision of 'norm.weight' has shape \(7,\)"):
         Posterior(curvature, dict.fromkeys(theta, 1.0) | {"norm.weight": torch.ones(7)}, theta)
-    with pytest.raises(FloatingPointError, match=r"precision of 'norm.weight' is not positive"):
+    with pytest.raises(ValueError, match=r"precision of 'norm.weight' is not positive"):
         Posterior(curvature, dict.fromkeys(theta, 1.0) | {"norm.weight": 0.0}, theta)
 
 
