@@ -1,12 +1,11 @@
 """What a batch is: a tuple ``(inputs, targets)``, a dict with ``labels``, or anything with the user's own functions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 #: The key of a dict batch that holds the targets.
 LABELS = "labels"
@@ -50,49 +49,6 @@ def outputs_in(result: Any) -> Tensor:
             "pass forward=lambda model, batch: … that returns the outputs (to SpaM: outputs=lambda result: …)."
         )
     return result
-
-
-def outputs_finder(model: nn.Module, forward: Forward, batch: Any) -> Callable[[Any], Tensor]:
-    """From what the model returns to what ``forward`` makes of it, found out on a batch.
-
-    Raises:
-        TypeError: The model returns no tensor, and ``forward`` none of those that it does.
-    """
-    results: list[Any] = []
-    modes = [(module, module.training) for module in model.modules()]
-    devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
-    handle = model.register_forward_hook(lambda module, args, result: results.append(result))
-    try:
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            outputs = forward(model, batch)
-    finally:
-        handle.remove()
-        for module, mode in modes:
-            module.training = mode
-    unknown = (
-        "SpaM cannot tell where the outputs are in what the model returns, for forward= gives none of its tensors, or "
-        'they are others in training: pass spam={"outputs": lambda result: …} as well.'
-    )
-    result = results[-1] if results else None
-    leaves, shape = tree_flatten(result)
-    places = [i for i, leaf in enumerate(leaves) if leaf is outputs]
-    try:
-        found = outputs_in(result)
-    except TypeError as error:
-        if not places:
-            raise TypeError(unknown) from error
-    else:
-        if found is outputs or not places:
-            return outputs_in
-
-    def pick(result: Any) -> Tensor:
-        leaves, now = tree_flatten(result)
-        if now != shape:
-            raise TypeError(unknown)
-        return cast(Tensor, leaves[places[0]])
-
-    return pick
 
 
 def targets_of(batch: Any) -> Tensor:

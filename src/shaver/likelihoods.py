@@ -86,11 +86,11 @@ class Classification(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """There are two classes at least, shapes fit, and every label is a class or the ignored index."""
         self.check_classes(outputs)
-        expected = self._last(outputs).shape[:-1] if outputs.ndim > 1 else None
-        if expected is None or tuple(targets.shape) != tuple(expected):
+        expected = self._last(outputs).shape[:-1]
+        if targets.shape != expected:
             raise ValueError(
                 f"classification outputs of shape {tuple(outputs.shape)} with classes in dimension "
-                f"{self.class_dim} need targets of shape {tuple(expected) if expected else '(batch,)'}, "
+                f"{self.class_dim} need targets of shape {tuple(expected)}, "
                 f"but targets have shape {tuple(targets.shape)}. Class probabilities as targets are not "
                 "supported; Classification(class_dim=1) reads (batch, classes, …) outputs."
             )

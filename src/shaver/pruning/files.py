@@ -116,7 +116,10 @@ def load(folder: str | os.PathLike[str], factory: Callable[[], nn.Module] | nn.M
     if factory is None:
         arguments = plan.get("network")
         if arguments is None:
-            raise ValueError(f"{folder} holds weights and not how their network is built: pass factory=….")
+            raise ValueError(
+                f"{folder} holds weights and not how their network is built: pass factory=…, on the "
+                "command line --factory package.module:function."
+            )
         model = build(**arguments)
     else:
         model = factory if isinstance(factory, nn.Module) else factory()

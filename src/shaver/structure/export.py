@@ -59,9 +59,9 @@ def export_onnx(
     positional, named = _arguments(example)
     with undisturbed(model), torch.no_grad(), atomic_path(target) as temporary:
         result = call(model, example)
-        pick = outputs or outputs_in
+        pick = outputs or _logits
         plain = outputs is None and isinstance(result, Tensor)
-        expected = _picked(pick, result)
+        expected = pick(result)
         try:
             if plain:
                 _write(model, positional, named, temporary, dynamic_batch)
@@ -81,9 +81,9 @@ def export_onnx(
     return target
 
 
-def _picked(pick: Callable[[Any], Tensor], result: Any) -> Tensor:
+def _logits(result: Any) -> Tensor:
     try:
-        return pick(result)
+        return outputs_in(result)
     except TypeError as error:
         raise TypeError(
             f"the model returned a {type(result).__name__}, not a tensor or something with .logits; pass "

@@ -16,6 +16,7 @@ from shaver.structure import Choosing, CompactReport, compact_with_report, find_
 from shaver.structure.export import export_onnx
 from shaver.study.compact_options import CompactOptions, ExportOptions
 from shaver.study.outcome import check_free, complete_folder, finite, measure_network, size_of
+from shaver.study.pruning_command import REPORT as PRUNING_REPORT
 from shaver.study.pruning_table import before_and_after
 from shaver.study.setting import (
     Setting,
@@ -179,7 +180,7 @@ def _write(options: CompactOptions, setting: Setting, report: CompactReport, row
 
 
 def _stored_shape(folder: Path) -> tuple[int, ...]:
-    for report in (folder / REPORT, folder / "pruning.json"):
+    for report in (folder / REPORT, folder / PRUNING_REPORT):
         if report.is_file():
             stored = read_json(report)
             return tuple(stored.get("input_shape") or ()) if isinstance(stored, dict) else ()

@@ -70,10 +70,7 @@ def load_trained(path: Path, factory: str | None = None) -> Trained:
     """
     build = None if factory is None else _builder(factory)
     if (path / PLAN).is_file():
-        try:
-            return Trained(load(path, build))
-        except ValueError as error:
-            raise ValueError(str(error).replace("factory=…", "--factory package.module:function")) from error
+        return Trained(load(path, build))
     stored = _read(path)
     if build is None:
         if stored.network is None:

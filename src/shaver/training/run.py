@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import Forward, Targets, batch_size_of, forward_of, outputs_finder, targets_of
+from shaver.batches import Forward, Targets, batch_size_of, forward_of, targets_of
 from shaver.likelihoods import Classification, Likelihood
 from shaver.naming import check_name
 from shaver.training import checkpoints, divergence
@@ -121,6 +121,8 @@ class Run:
         if clash := own.keys() & spam.keys():
             raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
         if self.forward is not forward_of and "outputs" not in spam and _learns_online(spam):
+            from shaver.training.outputs import outputs_finder
+
             batch = to_device(self.train.first(), self.device)
             spam = {"outputs": outputs_finder(self.model, self.forward, batch)} | spam
         if self.plain_loss:
