@@ -121,9 +121,25 @@ def test_checkpointed_activations_change_nothing():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.body, x, use_reentrant=False)
 
-    plain = curvature.estimate(body, batches).diagonal()
-    saved = curvature.estimate(Checkpointed(), batches).diagonal()
-    assert_all_same({name.removeprefix("body."): values for name, values in saved.items()}, plain)
+    plain = curvature.estimate(body, batches)
+    saved = curvature.estimate(Checkpointed(), batches)
+    diagonal = {name.removeprefix("body."): values for name, values in saved.diagonal().items()}
+    assert_all_same(diagonal, plain.diagonal())
+    assert {name.removeprefix("body."): rule for name, rule in saved.rules.items()} == plain.rules
+
+
+@pytest.mark.parametrize("source", ["ggn", "ef"])
+def test_an_activation_in_place_on_a_linear_layers_tokens(source: str):
+    """Such a layer ends with a reshape, on whose result, a view, the activation works."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(3, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 5), torch.nn.ELU(inplace=True)),
+        *(torch.nn.Flatten(), torch.nn.Linear(30, 3)),
+    ).double()
+    batches = [(torch.randn(count, 6, 3, dtype=torch.float64), torch.arange(count) % 3) for count in (4, 2)]
+    result = curvature.estimate(model, batches, source=source)
+    assert_all_same(result.diagonal(), Problem(model, batches).diagonal(source))
+    assert set(result.rules.values()) == {"linear"}
 
 
 def test_dict_batches_need_no_forward_where_the_names_are_the_models():

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import Forward, batch_size_of, forward_of
+from shaver.curvature.rules import Rule
+from shaver.curvature.shared import Sum, shared
 
 
 @dataclass
@@ -23,19 +25,21 @@ class Call:
         name: The module's name in the model.
         module: The module.
         inputs: Its first tensor argument, detached.
-        edge: Where its output's gradient arrives. An edge, not the tensor: an in-place activation that
-            overwrites the output afterwards does not move it.
-        numel: How many numbers the output has.
+        edge: Where its output's gradient arrives, in whatever shape. An edge, not the tensor: an in-place activation
+            that overwrites the output afterwards does not move it.
+        shape: The output's.
         parameter: For a raw parameter that was given a copy a sample: its own name in the module; the edge is the
             copies' then.
+        sum: Where the sum of the weight's per-sample gradients is waited for.
     """
 
     name: str
     module: nn.Module
     inputs: Tensor
     edge: GradientEdge
-    numel: int
+    shape: torch.Size
     parameter: str | None = None
+    sum: Sum | None = None
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,7 @@ def functional_linears(weights: Mapping[str, Tensor], keep: Callable[[Call], Non
         name = names.get(id(weight))
         if name is not None and output.requires_grad:
             stand_in: Any = LinearCall(weight, bias)
-            edge = get_gradient_edge(output)
-            keep(Call(FUNCTIONAL + name, stand_in, inputs.detach(), edge, output.numel()))
+            keep(Call(FUNCTIONAL + name, stand_in, inputs.detach(), _edge(output), output.shape))
         return output
 
     F.linear = linear  # type: ignore[assignment]
@@ -160,11 +163,24 @@ def watch(
     keep: Callable[[Call], None],
     count: Callable[[], int],
     spread: Mapping[str, Spread],
+    sharing: Mapping[str, Rule] | None = None,
 ) -> list[RemovableHandle]:
-    """Register the hooks behind :func:`recording`; ``count`` is asked at every call, and 0 turns them off."""
+    """Register the hooks behind :func:`recording`; ``count`` is asked at every call, and 0 turns them off.
+
+    Args:
+        modules: Name → module.
+        copies: Raw parameters to give one copy a sample.
+        keep: What to do with a call.
+        count: The number of samples.
+        spread: Name → how, for those of ``modules`` whose input has no samples.
+        sharing: Name → rule, for those whose weight gradient may come from a look.
+    """
     handles = []
     for name, module in modules.items():
-        hook = spreader(name, spread[name], keep, count) if name in spread else recorder(name, keep, count)
+        if name in spread:
+            hook = spreader(name, spread[name], keep, count)
+        else:
+            hook = recorder(name, keep, count, (sharing or {}).get(name))
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     for raw in copies:
         handles.append(raw.module.register_forward_pre_hook(copier(raw, keep, count)))
@@ -181,7 +197,7 @@ def copier(raw: Copies, keep: Callable[[Call], None], count: Callable[[], int]) 
             expanded = raw.expand(parameter, samples)
             module.__dict__[raw.own] = expanded  # found before the parameter, which stays registered
             edge = get_gradient_edge(expanded)
-            keep(Call(raw.name, module, parameter.detach(), edge, expanded.numel(), raw.own))
+            keep(Call(raw.name, module, parameter.detach(), edge, expanded.shape, raw.own))
 
     return before
 
@@ -193,15 +209,23 @@ def _restorer(raw: Copies) -> Callable[..., None]:
     return after
 
 
-def recorder(name: str, keep: Callable[[Call], None], count: Callable[[], int]) -> Callable[..., None]:
-    """A forward hook that hands every call with a gradient to ``keep``."""
+def recorder(
+    name: str, keep: Callable[[Call], None], count: Callable[[], int], rule: Rule | None = None
+) -> Callable[..., Tensor | None]:
+    """A forward hook that hands every call with a gradient to ``keep``; with ``rule`` see :func:`shared`."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
         if not count():
-            return
+            return None
         inputs = _first_tensor(args, kwargs)
-        if isinstance(output, Tensor) and output.requires_grad and inputs is not None:
-            keep(Call(name, module, inputs.detach(), get_gradient_edge(output), output.numel()))
+        if not isinstance(output, Tensor) or not output.requires_grad or inputs is None:
+            return None
+        found = Sum()
+        new = shared(module, rule, inputs, output, found) if rule is not None else None
+        call = Call(name, module, inputs.detach(), _edge(output if new is None else new), output.shape)
+        call.sum = found if new is not None else None
+        keep(call)
+        return new
 
     return hook
 
@@ -222,6 +246,16 @@ def spreader(
         return spread
 
     return hook
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """Where the output's gradient arrives: before the reshape that a linear layer may end with.
+
+    An activation that works in place on a view would take the view's node out of the graph.
+    """
+    base = output._base
+    whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return get_gradient_edge(base if whole and base is not None and base.grad_fn is not None else output)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -254,7 +288,13 @@ class Functional:
         return self.run(self.model, batch)
 
     def at(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The outputs with ``weights`` in place of the model's own parameters of those names.
+        """The outputs with ``weights`` in place of the model's own parameters of those names."""
+        with self.placed(weights):
+            return self(batch)
+
+    @contextmanager
+    def placed(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """``weights`` in place of the model's own parameters of those names, inside the block.
 
         Tied parameters stay tied. ``torch.func.functional_call`` is not used: it does not restore a module that is
         registered under two names (torch 2.13).
@@ -269,7 +309,7 @@ class Functional:
         try:
             for parameters, own, p in places:
                 parameters[own] = new[id(p)]  # type: ignore[assignment]
-            return self(batch)
+            yield
         finally:
             for parameters, own, p in places:
                 parameters[own] = p

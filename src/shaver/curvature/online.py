@@ -299,7 +299,9 @@ class OnlineCurvature:
         for handle in self._layer_handles:
             handle.remove()
         copies = list(self.plan.copies.values())
-        self._layer_handles = watch(self.plan.modules, copies, self._keep, self._samples, self.plan.spread)
+        # MC's gradients are others than the loss's, and a sharded weight is brought together by hooks of its own
+        sharing = self.plan.sharing() if self.source == "ef" and not self._sharded else None
+        self._layer_handles = watch(self.plan.modules, copies, self._keep, self._samples, self.plan.spread, sharing)
         self._handles.pop().remove()  # the model may be a layer itself: what ends its pass comes last
         self._handles.append(self.model.register_forward_hook(self._after_hook, with_kwargs=True))
 

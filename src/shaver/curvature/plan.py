@@ -125,6 +125,10 @@ class Plan:
         shared = {user for several in users.values() if len(several) > 1 for user in several}
         return {(call.name, call.parameter) for call in calls} - shared
 
+    def sharing(self) -> dict[str, Rule]:
+        """Module name → rule, for the modules whose weight has one."""
+        return {module: choice.rule for (module, own, _), choice in self.choices.items() if own == "weight"}
+
     def labels(self) -> dict[str, str]:
         """Parameter → rule, in words."""
         words: dict[str, list[str]] = {}
@@ -140,7 +144,7 @@ class Plan:
 
 def arranged(call: Call, grad: Tensor, layout: str, count: int) -> tuple[Tensor, Tensor]:
     """Inputs and output gradients with the samples first, in at least single precision."""
-    inputs, grads = call.inputs, grad
+    inputs, grads = call.inputs, grad.reshape(len(grad), *call.shape)
     if layout == "first":
         if inputs.shape[0] != count or grads.shape[1] != count:
             raise ValueError("the samples do not come first")

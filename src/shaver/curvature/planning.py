@@ -81,24 +81,25 @@ class _Probe:
         self.candidates = {n: list(rules_for(module)) for n, module in model.named_modules() if n in self.owners}
         self.modules = {name: model.get_submodule(name) for name, rules in self.candidates.items() if rules}
         matrices = {name: w for name, w in self.weights.items() if w.ndim == 2}
-        with recording(self.modules, [], self.count, matrices) as calls:
-            outputs = self.function.at(self.weights, self.batch)
-        self.calls = _without_inner(calls)
-        self._adopt_functional()
-        check_outputs(outputs, self.count)
-        self.outputs = outputs.detach()
-        self._check_independent()
-        self.direction = torch.randn(outputs.shape, generator=generator).to(outputs)
-        scalars = (outputs * self.direction).reshape(self.count, -1).sum(1)
-        leaves = list(self.weights.values())
-        self._references: list[dict[str, Tensor | None]] = [
-            dict(zip(self.weights, torch.autograd.grad(s, leaves, retain_graph=True, allow_unused=True), strict=True))
-            for s in scalars
-        ]
+        # in place until the last gradient: activations that are computed again must find the same weights
+        with self.function.placed(self.weights):
+            with recording(self.modules, [], self.count, matrices) as calls:
+                outputs = self.function(self.batch)
+            self.calls = _without_inner(calls)
+            self._adopt_functional()
+            check_outputs(outputs, self.count)
+            self.outputs = outputs.detach()
+            self._check_independent()
+            self.direction = torch.randn(outputs.shape, generator=generator).to(outputs)
+            scalars = (outputs * self.direction).reshape(self.count, -1).sum(1)
+            leaves = list(self.weights.values())
+            references = [torch.autograd.grad(s, leaves, retain_graph=True, allow_unused=True) for s in scalars]
+            edges = [call.edge for call in self.calls]
+            grads = torch.autograd.grad(outputs, edges, self.direction, allow_unused=True) if edges else ()
+        self._references = [dict(zip(self.weights, row, strict=True)) for row in references]
+        del references
         sizes = (float(_rms(r)) for row in self._references for r in row.values() if r is not None)
         self.floor = max(sizes, default=0.0)
-        edges = [call.edge for call in self.calls]
-        grads = torch.autograd.grad(outputs, edges, self.direction, allow_unused=True) if edges else ()
         #: (module, parameter's own name) → rule → why it was not taken, for the message.
         self.rejected: dict[tuple[str, str], dict[str, str]] = {}
         #: Module name → its calls that a gradient reached, with that gradient.
@@ -223,8 +224,8 @@ class _Probe:
         plan.modules = {name: module for name, module in self.modules.items() if name in used}
         kept = [call for call in self.calls if call.name in used]
         copied = sum(self.weights[name].numel() for name in plan.copies)
-        spread = sum(call.numel for call in kept if call.name in plan.spread)  # without samples in the check
-        plan.outputs = (sum(call.numel for call in kept) - spread) // self.count + spread + copied
+        spread = sum(call.shape.numel() for call in kept if call.name in plan.spread)  # without samples in the check
+        plan.outputs = (sum(call.shape.numel() for call in kept) - spread) // self.count + spread + copied
         plan.patches = max((_unfolded(call) for call in kept), default=0) // self.count
 
     def _agree(self, found: Tensor, expected: Tensor) -> bool:
@@ -259,7 +260,7 @@ class _Probe:
         )
         try:
             with torch.no_grad():
-                alone = self.function.at(self.weights, take(self.batch, slice(0, 1)))
+                alone = self.function(take(self.batch, slice(0, 1)))
         except ValueError as error:  # what BatchNorm says to a batch of one
             if suspects:
                 raise ValueError(message) from error
@@ -348,6 +349,6 @@ def _unfolded(call: Call) -> int:
     if kernel is None or not isinstance(kernel, tuple):
         return call.inputs.numel()
     weight = call.module.weight
-    outs = call.numel // weight.shape[0]  # type: ignore[union-attr, operator, index]
+    outs = call.shape.numel() // weight.shape[0]  # type: ignore[union-attr, operator, index]
     per_position = weight[0].numel() * getattr(call.module, "groups", 1)  # type: ignore[union-attr, operator, index]
     return int(outs * per_position)
