@@ -2,7 +2,9 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from shaver.naming import check_name
 
@@ -94,7 +96,21 @@ IDLE = 4
 #: them out again.
 FINE_TUNING = Settings(shrink=0.0, proximal=False)
 
+#: For Kronecker curvature, which is learned by epochs.
+KRONECKER = Settings(online=False, source="ggn", burn_in=0, shrink=0.0)
+
 #: The paper's algorithm: GGN after every epoch, 100 steps of Adam on log δ, the prior as a gradient.
 PAPER = Settings(
     source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean"
 )
+
+
+def settings_for(structure: str, settings: Settings | None, options: Mapping[str, Any]) -> Settings:
+    """What a SpaM goes by that is given these: the structure's own settings where there are none, and the options."""
+    for name in options:
+        check_name("SpaM option", name, [f.name for f in fields(Settings)])
+    if settings is None:
+        settings = KRONECKER if structure == "kron" else Settings()
+    if structure == "kron" and options.get("online", settings.online):
+        raise ValueError('Kronecker curvature is learned by epochs: pass online=False with structure="kron".')
+    return replace(settings, **options)

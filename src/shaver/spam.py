@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from shaver.naming import check_name
 from shaver.priors import Grouping, make_prior
 from shaver.ranks import Ranks, unwrapped
 from shaver.selection import Selection
-from shaver.settings import IDLE, Settings
+from shaver.settings import IDLE, Settings, settings_for
 from shaver.shards import check_settings, is_sharded, joined, local, row_numbers, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
 
@@ -79,16 +78,7 @@ class SpaM:
         **options: Any,
     ) -> None:
         check_name("structure", structure, STRUCTURES)
-        known = [f.name for f in fields(Settings)]
-        for name in options:
-            check_name("SpaM option", name, known)
-        if settings is None:
-            settings = (
-                Settings() if structure == "diag" else Settings(online=False, source="ggn", burn_in=0, shrink=0.0)
-            )
-        if structure == "kron" and options.get("online", settings.online):
-            raise ValueError('Kronecker curvature is learned by epochs: pass online=False with structure="kron".')
-        settings = replace(settings, **options)
+        settings = settings_for(structure, settings, options)
         if not hasattr(data_size, "__index__") or data_size < 1:
             raise ValueError(f"data_size is the number of training samples, a whole number from 1, not {data_size!r}.")
         model, self.ranks = unwrapped(model)

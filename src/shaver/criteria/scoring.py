@@ -11,6 +11,7 @@ from shaver.batches import Forward, Targets, forward_of, targets_of
 from shaver.criteria.registry import Given, PosteriorLike, get
 from shaver.criteria.rules import Rule, prunable
 from shaver.likelihoods import Likelihood, get_likelihood
+from shaver.measure.evaluating import evaluating
 
 
 def score(
@@ -73,21 +74,9 @@ def score(
         _posterior=posterior,
         _batches=batches,
     )
-    with evaluating(model), torch.random.fork_rng(devices=[]):
+    with evaluating(model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         scores = chosen.function(given, **options)
     return _checked(criterion, given.weights, scores)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; each module's own mode comes back, also after an error."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

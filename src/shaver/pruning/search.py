@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shaver.batches import Forward, Targets, forward_of, targets_of
-from shaver.criteria.scoring import evaluating
+from shaver.measure.evaluating import evaluating
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking
 
@@ -25,7 +25,7 @@ def accuracy_on(batches: Iterable[Any], forward: Forward | None = None, targets:
 
     def accuracy(model: nn.Module) -> float:
         right = counted = 0
-        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with evaluating(model), torch.random.fork_rng(devices=[]):
             for batch in data:
                 predicted, labels = outputs_of(model, batch).argmax(-1), labels_of(batch)
                 if predicted.shape != labels.shape:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.criteria.scoring import evaluating
+from shaver.measure.evaluating import evaluating
 
 #: These read their layers' weights without calling the layers, so that a swapped one would not be used, or break them.
 _CLOSED = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
@@ -148,7 +148,7 @@ def sparse_inference(
         RuntimeError: The outputs differ by more than the tolerance.
     """
     call = _caller(example)
-    with evaluating(model), torch.no_grad():
+    with evaluating(model):
         inputs = _inputs_of_candidates(model, call, from_sparsity)
         fast = _shared_copy(model).eval()
         rows = []

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from shaver.batches import Forward, Targets, batch_size_of, forward_of, targets_of
 from shaver.likelihoods import Classification, Likelihood
 from shaver.naming import check_name
+from shaver.settings import Settings, settings_for
 from shaver.training import checkpoints, divergence
 from shaver.training.divergence import Diverged
 from shaver.training.history import History, Logger, TensorBoard
@@ -120,7 +122,9 @@ class Run:
         own["group"] = self.spread.ranks.group
         if clash := own.keys() & spam.keys():
             raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
-        if self.forward is not forward_of and "outputs" not in spam and _learns_online(spam):
+        options = {name: value for name, value in spam.items() if name in {f.name for f in fields(Settings)}}
+        settings = settings_for(spam.get("structure", "diag"), spam.get("settings"), options)
+        if self.forward is not forward_of and "outputs" not in spam and settings.online:
             from shaver.training.outputs import outputs_finder
 
             batch = to_device(self.train.first(), self.device)
@@ -364,10 +368,3 @@ class Run:
         checkpoints.set_random_state(state["random"])
         for generator, saved in zip(self.train.generators(), state["generators"], strict=True):
             generator.set_state(saved)
-
-
-def _learns_online(spam: dict[str, Any]) -> bool:
-    """Whether SpaM with these arguments watches the model, and so has to know its outputs."""
-    settings = spam.get("settings")
-    usual = spam.get("structure", "diag") == "diag" if settings is None else settings.online
-    return bool(spam.get("online", usual))
