@@ -1,7 +1,8 @@
 """H from training's own passes: a moving average of the diagonal, with no pass over the data of its own.
 
-Hooks on the model look at every k-th step. The empirical Fisher (EF) is read off the ordinary backward pass; the
-Monte-Carlo Fisher (MC) adds one backward pass, without weight gradients, on those steps.
+Hooks on the model look at every k-th step. The empirical Fisher (EF) is read off the ordinary backward pass, and gives
+that pass the weights' gradients in return (:mod:`shaver.curvature.shared`); the Monte-Carlo Fisher (MC) adds one
+backward pass, without weight gradients, on those steps.
 """
 
 import math
@@ -47,7 +48,8 @@ class OnlineCurvature:
 
     Several forward and backward passes before one ``step`` (gradient accumulation) count as one larger batch. In
     training mode batch norm's statistics count as constants and dropout stays on, except for parameters left to the
-    generic rule, which sees the network in evaluation mode.
+    generic rule, which sees the network in evaluation mode. Gradients are those of an unwatched step; with EF the sum
+    over samples may be taken in another order, so that their last bits differ.
 
     Args:
         model: The network, called as ``model(...)`` in the loop.

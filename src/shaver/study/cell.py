@@ -108,7 +108,8 @@ def _stamp(seconds: float) -> str:
 
 def _end_with_parent() -> None:
     """Whoever started the cell holds the other end of standard input; when it is gone, nobody waits for this cell."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not sys.stdin: its lock, held here, would make the interpreter's own end fail
+        pass
     os._exit(70)
 
 
