@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,12 @@ from shaver.curvature.generic import GenericRule
 from shaver.curvature.passes import Look, Pass
 from shaver.curvature.plan import Plan
 from shaver.curvature.planning import make_plan
+from shaver.curvature.sharded import check_same_unit, plan_by_copy
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_name
 from shaver.ranks import ALONE, Ranks
 from shaver.selection import Selection, take
-from shaver.shards import is_sharded, joined, rows_of, scattered, whole_copy, zeros_for
+from shaver.shards import is_sharded, joined, rows_of, scattered, zeros_for
 
 
 class OnlineCurvature:
@@ -291,7 +291,7 @@ class OnlineCurvature:
         self._busy = True
         try:
             if self._sharded:
-                self.plan = self._plan_of_copy((args, kwargs))
+                self.plan = plan_by_copy(self.model, self._call, (args, kwargs))
             else:
                 with undisturbed(self.model):
                     self.plan = make_plan(self.model, self._call, (args, kwargs), self.wanted)
@@ -306,21 +306,6 @@ class OnlineCurvature:
         self._layer_handles = watch(self.plan.modules, copies, self._keep, self._samples, self.plan.spread, sharing)
         self._handles.pop().remove()  # the model may be a layer itself: what ends its pass comes last
         self._handles.append(self.model.register_forward_hook(self._after_hook, with_kwargs=True))
-
-    def _plan_of_copy(self, batch: Any) -> Plan:
-        """A sharded model has its weights only while it runs: the plan is made with a copy that has them all."""
-        copy = whole_copy(self.model)
-        wanted = {name: p for name, p in copy.named_parameters() if p.requires_grad}
-        with undisturbed(copy):
-            plan = make_plan(copy, self._call, batch, wanted)
-        if alone := [*plan.generic, *plan.linears]:
-            raise NotImplementedError(
-                f"{alone[0]!r} is used outside a layer that has a rule, and sharded parameters need one; train with "
-                "DistributedDataParallel, or set requires_grad to False for it."
-            )
-        plan.modules = {name: self.model.get_submodule(name) for name in plan.modules}
-        plan.copies = {n: replace(c, module=self.model.get_submodule(c.name)) for n, c in plan.copies.items()}
-        return plan
 
     def _samples(self) -> int:
         return self._running.count if self._running is not None else 0
@@ -422,7 +407,7 @@ class OnlineCurvature:
         share = (1 - self.decay) * self.data_size / count / unit
         for name in self.wanted:
             if name not in self.average:
-                self.average[name] = self._zeros(name)
+                self.average[name] = zeros_for(self.wanted[name])
         seen = [name for name in self.wanted if name in self._sums]
         torch._foreach_mul_(list(self.average.values()), self.decay)
         if seen:
@@ -435,21 +420,13 @@ class OnlineCurvature:
 
     def _gather(self, unit: float) -> None:
         """The sums of all ranks, in units of the negative log likelihood."""
-        if self._sharded and unit != 1:  # summed already, so that one unit has to be right for all
-            (total,) = self.ranks.total(unit)
-            if not math.isclose(total, unit * self.ranks.size, rel_tol=1e-9):
-                raise ValueError(
-                    f'with sharded parameters loss="{self.loss}" needs as many samples on every rank ({self._count} '
-                    'here); use loss="auto".'
-                )
+        if self._sharded and unit != 1:
+            check_same_unit(self.ranks, unit, self.loss, self._count)
         for name in self.wanted:
-            like = self._zeros(name)
+            like = zeros_for(self.wanted[name])
             self._sums[name] = self._sums[name].div_(unit).to(like.dtype) if name in self._sums else like
         if not self._sharded:
             self.ranks.sum_([self._sums[name] for name in self.wanted])
-
-    def _zeros(self, name: str) -> Tensor:
-        return zeros_for(self.wanted[name])
 
     def _call(self, model: nn.Module, batch: Any) -> Tensor:
         args, kwargs = batch
