@@ -142,6 +142,32 @@ def test_an_activation_in_place_on_a_linear_layers_tokens(source: str):
     assert set(result.rules.values()) == {"linear"}
 
 
+class CalledAndUsed(torch.nn.Module):
+    """A layer whose weight also enters by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(20, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.body(x) + torch.nn.functional.linear(x, self.body.weight)).tanh().flatten(1))
+
+
+@pytest.mark.parametrize("source", ["ggn", "ef"])
+def test_a_layer_that_is_called_and_whose_weight_is_used_beside(source: str):
+    torch.manual_seed(0)
+    model = CalledAndUsed().double()
+    batches = [(torch.randn(count, 5, 3, dtype=torch.float64), torch.arange(count) % 3) for count in (4, 2)]
+    result = curvature.estimate(model, batches, source=source)
+    assert_all_same(result.diagonal(), Problem(model, batches).diagonal(source))
+    if source == "ef":
+        (batch, _) = batches
+        online = curvature.OnlineCurvature(model.train(), 4, every=1)
+        with online.watch():
+            torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        assert_all_same(online.curvature().diagonal(), curvature.estimate(model, [batch], source="ef").diagonal())
+
+
 def test_dict_batches_need_no_forward_where_the_names_are_the_models():
     case = BY_NAME["dict-batch"]
     model, batches = case.model(), case.batches()

@@ -1,6 +1,7 @@
 """Watching a model at work: what went into each module, and where its output sits in the autograd graph."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import Forward, batch_size_of, forward_of
-from shaver.curvature.rules import Rule
 from shaver.curvature.shared import Sum, shared
 
 
@@ -109,17 +109,37 @@ def recording(
         spread: Name → how, for those of ``modules`` whose input has no samples.
     """
     calls: list[Call] = []
-    handles = watch(modules, copies, calls.append, lambda: count, spread or {})
+
+    def keep(call: Call, made_by: Node) -> None:
+        append(calls, call, made_by)
+
+    handles = watch(modules, copies, keep, lambda: count, spread or {})
     try:
-        with functional_linears(linears or {}, calls.append):
+        with functional_linears(linears or {}, keep):
             yield calls
     finally:
         for handle in handles:
             handle.remove()
 
 
+#: ``keep(call, node)``: what is to be done with a call whose output that node made.
+Keep = Callable[[Call, Node], None]
+
+
+def append(calls: list[Call], call: Call, made_by: Node) -> None:
+    """Add a call; the ``F.linear`` that a recorded layer has just made itself is the layer's own record's."""
+    if calls and is_functional(calls[-1]) and not is_functional(call) and calls[-1].edge.node is made_by:
+        calls.pop()
+    calls.append(call)
+
+
 #: What the name of a recorded call of ``F.linear`` begins with; the weight's name follows.
 FUNCTIONAL = "F.linear:"
+
+
+def is_functional(call: Call) -> bool:
+    """Whether a call is one of ``F.linear`` by itself."""
+    return call.name.startswith(FUNCTIONAL)
 
 
 @dataclass
@@ -131,7 +151,7 @@ class LinearCall:
 
 
 @contextmanager
-def functional_linears(weights: Mapping[str, Tensor], keep: Callable[[Call], None]) -> Iterator[None]:
+def functional_linears(weights: Mapping[str, Tensor], keep: Keep) -> Iterator[None]:
     """Hand every ``F.linear(x, w, b)`` with one of ``weights`` as w to ``keep``.
 
     ``torch.nn.functional.linear`` is replaced inside the block; ``MultiheadAttention`` finds it by that name.
@@ -147,7 +167,8 @@ def functional_linears(weights: Mapping[str, Tensor], keep: Callable[[Call], Non
         name = names.get(id(weight))
         if name is not None and output.requires_grad:
             stand_in: Any = LinearCall(weight, bias)
-            keep(Call(FUNCTIONAL + name, stand_in, inputs.detach(), _edge(output), output.shape))
+            edge = _edge(output)
+            keep(Call(FUNCTIONAL + name, stand_in, inputs.detach(), edge, output.shape), edge.node)
         return output
 
     F.linear = linear  # type: ignore[assignment]
@@ -160,10 +181,10 @@ def functional_linears(weights: Mapping[str, Tensor], keep: Callable[[Call], Non
 def watch(
     modules: Mapping[str, nn.Module],
     copies: Sequence[Copies],
-    keep: Callable[[Call], None],
+    keep: Keep,
     count: Callable[[], int],
     spread: Mapping[str, Spread],
-    sharing: Mapping[str, Rule] | None = None,
+    sharing: Collection[str] = (),
 ) -> list[RemovableHandle]:
     """Register the hooks behind :func:`recording`; ``count`` is asked at every call, and 0 turns them off.
 
@@ -173,14 +194,14 @@ def watch(
         keep: What to do with a call.
         count: The number of samples.
         spread: Name → how, for those of ``modules`` whose input has no samples.
-        sharing: Name → rule, for those whose weight gradient may come from a look.
+        sharing: Names of those whose weight gradient may come from a look.
     """
     handles = []
     for name, module in modules.items():
         if name in spread:
             hook = spreader(name, spread[name], keep, count)
         else:
-            hook = recorder(name, keep, count, (sharing or {}).get(name))
+            hook = recorder(name, keep, count, name in sharing)
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     for raw in copies:
         handles.append(raw.module.register_forward_pre_hook(copier(raw, keep, count)))
@@ -188,7 +209,7 @@ def watch(
     return handles
 
 
-def copier(raw: Copies, keep: Callable[[Call], None], count: Callable[[], int]) -> Callable[..., None]:
+def copier(raw: Copies, keep: Keep, count: Callable[[], int]) -> Callable[..., None]:
     """A forward pre-hook that puts one copy a sample in the parameter's place until the forward hook takes it away."""
 
     def before(module: nn.Module, args: object) -> None:
@@ -197,7 +218,7 @@ def copier(raw: Copies, keep: Callable[[Call], None], count: Callable[[], int]) 
             expanded = raw.expand(parameter, samples)
             module.__dict__[raw.own] = expanded  # found before the parameter, which stays registered
             edge = get_gradient_edge(expanded)
-            keep(Call(raw.name, module, parameter.detach(), edge, expanded.shape, raw.own))
+            keep(Call(raw.name, module, parameter.detach(), edge, expanded.shape, raw.own), edge.node)
 
     return before
 
@@ -209,30 +230,33 @@ def _restorer(raw: Copies) -> Callable[..., None]:
     return after
 
 
-def recorder(
-    name: str, keep: Callable[[Call], None], count: Callable[[], int], rule: Rule | None = None
-) -> Callable[..., Tensor | None]:
-    """A forward hook that hands every call with a gradient to ``keep``; with ``rule`` see :func:`shared`."""
+def recorder(name: str, keep: Keep, count: Callable[[], int], shares: bool = False) -> Callable[..., Tensor | None]:
+    """A forward hook that hands every call with a gradient to ``keep``, perhaps by a node of :func:`shared`."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        if not count():
-            return None
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
         inputs = _first_tensor(args, kwargs)
         if not isinstance(output, Tensor) or not output.requires_grad or inputs is None:
             return None
-        found = Sum()
-        new = shared(module, rule, inputs, output, found) if rule is not None else None
-        call = Call(name, module, inputs.detach(), _edge(output if new is None else new), output.shape)
-        call.sum = found if new is not None else None
-        keep(call)
-        return new
+        edge = _edge(output)
+        new = shared(module, inputs, output) if shares else None
+        if new is None:
+            keep(Call(name, module, inputs.detach(), edge, output.shape), edge.node)
+            return None
+        other, found = new
+        keep(Call(name, module, inputs.detach(), get_gradient_edge(other), other.shape, sum=found), edge.node)
+        return other
+
+    recorded: Callable[..., Tensor | None] = record
+    if "torch._dynamo" in sys.modules:  # a compiler would trace it, with tensors that have no graph
+        recorded = torch.compiler.disable(record)  # type: ignore[no-untyped-call]
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+        return recorded(module, args, kwargs, output) if count() else None
 
     return hook
 
 
-def spreader(
-    name: str, how: Spread, keep: Callable[[Call], None], count: Callable[[], int]
-) -> Callable[..., Tensor | None]:
+def spreader(name: str, how: Spread, keep: Keep, count: Callable[[], int]) -> Callable[..., Tensor | None]:
     """The same for a module whose input has no samples: input and output are given one copy a sample."""
     record = recorder(name, keep, count)
 
@@ -254,8 +278,9 @@ def _edge(output: Tensor) -> GradientEdge:
     An activation that works in place on a view would take the view's node out of the graph.
     """
     base = output._base
-    whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
-    return get_gradient_edge(base if whole and base is not None and base.grad_fn is not None else output)
+    if base is None or base.grad_fn is None or base.numel() != output.numel():
+        return get_gradient_edge(output)
+    return get_gradient_edge(base if base.is_contiguous() and output.is_contiguous() else output)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

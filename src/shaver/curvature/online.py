@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import outputs_in
 from shaver.curvature.blocks import Curvature, DiagonalBlock, at_least_float32
-from shaver.curvature.capture import Call, Functional, copier, functional_linears, undisturbed, watch
+from shaver.curvature.capture import Call, Functional, append, copier, functional_linears, undisturbed, watch
 from shaver.curvature.engine import MEMORY_BUDGET
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.passes import Look, Pass
@@ -302,7 +303,7 @@ class OnlineCurvature:
             handle.remove()
         copies = list(self.plan.copies.values())
         # MC's gradients are others than the loss's, and a sharded weight is brought together by hooks of its own
-        sharing = self.plan.sharing() if self.source == "ef" and not self._sharded else None
+        sharing = self.plan.with_weight() if self.source == "ef" and not self._sharded else ()
         self._layer_handles = watch(self.plan.modules, copies, self._keep, self._samples, self.plan.spread, sharing)
         self._handles.pop().remove()  # the model may be a layer itself: what ends its pass comes last
         self._handles.append(self.model.register_forward_hook(self._after_hook, with_kwargs=True))
@@ -310,9 +311,9 @@ class OnlineCurvature:
     def _samples(self) -> int:
         return self._running.count if self._running is not None else 0
 
-    def _keep(self, call: Call) -> None:
+    def _keep(self, call: Call, made_by: Node) -> None:
         if self._running is not None:
-            self._running.calls.append(call)
+            append(self._running.calls, call, made_by)
 
     def _after(self, result: Any) -> None:
         seen, self._running = self._running, None

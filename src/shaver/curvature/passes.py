@@ -131,7 +131,10 @@ class Pass:
                 return  # the loss's own gradient, which MC does not ask for
             self._caught[place] = grads[number].detach()
             if at_once:
-                self._square({place: grads[number].detach()}, self.calls[place].sum)
+                waiting = self.calls[place].sum
+                self._square({place: grads[number].detach()}, waiting)
+                if waiting is not None:
+                    waiting.of = grads[number]
 
         return hook
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shaver.batches import Forward, batch_size_of
 from shaver.curvature.blocks import at_least_float32
-from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Functional, Spread, recording, take
+from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Functional, Spread, is_functional, recording, take
 from shaver.curvature.generic import vmapped_gradients
 from shaver.curvature.plan import LAYOUTS, Choice, Plan, arranged
 from shaver.curvature.rules import linear, rules_for
@@ -85,7 +85,7 @@ class _Probe:
         with self.function.placed(self.weights):
             with recording(self.modules, [], self.count, matrices) as calls:
                 outputs = self.function(self.batch)
-            self.calls = _without_inner(calls)
+            self.calls = calls
             self._adopt_functional()
             check_outputs(outputs, self.count)
             self.outputs = outputs.detach()
@@ -235,7 +235,7 @@ class _Probe:
         """Make owners of the recorded ``F.linear`` calls, with the linear rule as candidate."""
         names = {id(w): name for name, w in self.weights.items()}
         for call in self.calls:
-            if call.name.startswith(FUNCTIONAL):
+            if is_functional(call):
                 stand_in: Any = call.module
                 own = {"weight": call.name.removeprefix(FUNCTIONAL)}
                 if id(stand_in.bias) in names:
@@ -302,18 +302,6 @@ def _squares(values: Tensor) -> Tensor:
 
 def _rms(values: Tensor) -> Tensor:
     return at_least_float32(values).square().mean().sqrt()
-
-
-def _without_inner(calls: list[Call]) -> list[Call]:
-    """Leave out the ``F.linear`` calls that a recorded layer made itself: the layer's own record follows at once."""
-    inner = {
-        place
-        for place, (call, after) in enumerate(itertools.pairwise(calls))
-        if call.name.startswith(FUNCTIONAL)
-        and not after.name.startswith(FUNCTIONAL)
-        and call.edge.node is after.edge.node
-    }
-    return [call for place, call in enumerate(calls) if place not in inner]
 
 
 def _settle(plan: Plan) -> None:

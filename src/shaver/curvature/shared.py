@@ -9,44 +9,58 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_modules
 
-from shaver.curvature.rules import Rule, convolution, linear, transposed_linear
-
+#: What of a layer's inputs, weight and bias is wanted, has to be kept, or gets a gradient.
+Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: ``(module, output gradient, inputs, weight, which of the three)`` → gradients of inputs, weight and bias.
-Backward = Callable[[Any, Tensor, Tensor, Tensor, tuple[bool, bool, bool]], tuple[Tensor | None, ...]]
+Backward = Callable[[Any, Tensor, Any, Any, tuple[bool, bool, bool]], Three]
 
 
 class Sum:
-    """Where a look leaves the sum of a weight's per-sample gradients for the backward pass that is to come next."""
+    """Where a look leaves the sum of a weight's per-sample gradients for the backward pass that is to come next.
+
+    Attributes:
+        gradient: The sum.
+        of: The output gradient it was made of: a hook may have put another in its place since.
+    """
 
     gradient: Tensor | None = None
+    of: Tensor | None = None
+
+    def take(self, grads: Tensor) -> Tensor | None:
+        """The sum if it is that of ``grads``; it is there once."""
+        found = self.gradient if self.of is grads else None
+        self.gradient = self.of = None
+        return found
 
 
-def shared(module: nn.Module, rule: Rule, inputs: Tensor, output: Tensor, found: Sum) -> Tensor | None:
-    """The output of a layer by another node of the graph, which uses what will be in ``found``.
+def shared(module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Tensor, Sum] | None:
+    """The output of a layer by another node of the graph, and where that node will look for a sum.
 
     Returns:
-        None where the layer's own node has to stay: somebody else may hold on to it (other hooks, checkpointed
-        activations), or the numbers are not the layer's own (mixed precision, padding outside the convolution).
+        None where the layer's own node has to stay: the layer is not exactly one of torch's, somebody else may hold on
+        to the node (other hooks, checkpointed activations), or the numbers are not the layer's own (mixed precision,
+        padding outside the convolution).
     """
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    backward, weight = _backward_of(module), module._parameters.get("weight")
     if (
-        weight is None
-        or len(module._forward_hooks) > 1
-        or module._backward_hooks
-        or torch_modules._global_forward_hooks
+        backward is None
+        or weight is None
+        or inputs.ndim < 3  # one position: the squares are a product of their own
         or not inputs.dtype == weight.dtype == output.dtype
         or weight.dtype not in (torch.float32, torch.float64)
-        or inputs.ndim < 3  # one position: the squares are a product of their own
+        or not {type(inputs), type(weight)} <= {Tensor, nn.Parameter}
+        or _is_observed(module)
         or torch.is_autocast_enabled(inputs.device.type)
-        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     ):
         return None
-    backward = _BACKWARD.get(rule)
-    if backward is None or (rule is convolution and not _is_plain(module, inputs)):
+    if backward is _convolution and inputs.ndim != weight.ndim:  # an image without a batch
         return None
-    return _Node.apply(output.data, found, module, backward, inputs, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    found = Sum()
+    arguments = (output.data, found, module, backward, inputs, weight, module._parameters.get("bias"))
+    return _Node.apply(*arguments), found  # type: ignore[no-untyped-call]
 
 
 class _Node(torch.autograd.Function):
@@ -55,38 +69,56 @@ class _Node(torch.autograd.Function):
         ctx: Any, values: Tensor, found: Sum, module: Any, backward: Backward, inputs: Tensor, weight: Tensor, bias: Any
     ) -> Tensor:
         ctx.found, ctx.module, ctx.through = found, module, backward
-        ctx.save_for_backward(inputs, weight)
+        # no more than the layer's own node keeps: the rest may be changed in place before the backward pass
+        keep = backward is _convolution
+        ctx.save_for_backward(
+            inputs if keep or weight.requires_grad else None, weight if keep or inputs.requires_grad else None
+        )
         ctx.mark_dirty(values)  # not a view: an activation may work in place on it
+        ctx.set_materialize_grads(False)
         return values
 
     @staticmethod
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grads is None:
+            return (None,) * 7
         inputs, weight = ctx.saved_tensors
         *_, for_inputs, for_weight, for_bias = ctx.needs_input_grad
-        summed, ctx.found.gradient = ctx.found.gradient, None
-        if summed is None or torch.is_grad_enabled():  # the latter: a graph of the gradients is wanted
-            return (
-                None,
-                None,
-                None,
-                None,
-                *ctx.through(ctx.module, grads, inputs, weight, (for_inputs, for_weight, for_bias)),
-            )
-        to_inputs, _, to_bias = ctx.through(ctx.module, grads, inputs, weight, (for_inputs, False, for_bias))
-        return None, None, None, None, to_inputs, summed if for_weight else None, to_bias
+        summed = ctx.found.take(grads)
+        if torch.is_grad_enabled():  # a graph of the gradients is wanted
+            summed = None
+        wanted = (for_inputs, for_weight and summed is None, for_bias)
+        to_inputs, to_weight, to_bias = ctx.through(ctx.module, grads, inputs, weight, wanted)
+        return None, None, None, None, to_inputs, summed if for_weight and summed is not None else to_weight, to_bias
 
 
-def _is_plain(module: Any, inputs: Tensor) -> bool:
-    return (
-        module.padding_mode == "zeros"
-        and not isinstance(module.padding, str)
-        and inputs.ndim == len(module.kernel_size) + 2
+def _backward_of(module: Any) -> Backward | None:
+    """How to go backwards through a layer that is what its class says, with its parameters as they are."""
+    kind = type(module)
+    backward = _BACKWARD.get(kind)
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        backward = _transposed_linear
+    if backward is _convolution and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return None
+    is_replaced = {"forward", "_conv_forward", "weight", "bias"} & vars(module).keys()
+    return None if is_replaced or module._parameters.keys() != {"weight", "bias"} else backward
+
+
+def _is_observed(module: nn.Module) -> bool:
+    """Whether anybody but the hook that asks may see or keep the layer's own node."""
+    return bool(
+        len(module._forward_hooks) > 1
+        or module._backward_hooks
+        or torch_modules._global_forward_hooks
+        or torch_modules._global_backward_hooks
+        or torch._C._autograd._top_saved_tensors_default_hooks(False)
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or torch.compiler.is_compiling()
     )
 
 
-def _convolution(
-    module: Any, grads: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, ...]:
+def _convolution(module: Any, grads: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> Three:
     to_inputs = to_weight = None
     if wanted[0] or wanted[1]:
         to_inputs, to_weight, _ = torch.ops.aten.convolution_backward(
@@ -94,12 +126,10 @@ def _convolution(
             False, [0] * len(module.stride), module.groups, (wanted[0], wanted[1], False),
         )  # fmt: skip
     # apart: asked for the bias alone the kernel computes the weight's gradient too
-    return to_inputs, to_weight, grads.transpose(0, 1).flatten(1).sum(1) if wanted[2] else None
+    return to_inputs, to_weight, grads.sum((0, *range(2, grads.ndim))) if wanted[2] else None
 
 
-def _linear(
-    module: Any, grads: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, ...]:
+def _linear(module: Any, grads: Tensor, inputs: Any, weight: Any, wanted: tuple[bool, bool, bool]) -> Three:
     rows = grads.flatten(0, -2)
     return (
         grads @ weight if wanted[0] else None,
@@ -108,15 +138,14 @@ def _linear(
     )
 
 
-def _transposed_linear(
-    module: Any, grads: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, ...]:
-    to_inputs, to_weight, to_bias = _linear(module, grads, inputs, weight.t(), wanted)
+def _transposed_linear(module: Any, grads: Tensor, inputs: Any, weight: Any, wanted: tuple[bool, bool, bool]) -> Three:
+    to_inputs, to_weight, to_bias = _linear(module, grads, inputs, weight.t() if wanted[0] else None, wanted)
     return to_inputs, to_weight.t() if to_weight is not None else None, to_bias
 
 
-_BACKWARD: dict[Rule, Backward] = {
-    linear: _linear,
-    transposed_linear: _transposed_linear,
-    convolution: _convolution,
+_BACKWARD: dict[type[nn.Module], Backward] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
+    nn.Conv3d: _convolution,
 }

@@ -119,10 +119,10 @@ class Outer:
         values = values.transpose(-1, -2) if self.transposed else values
         return values.reshape(*values.shape[:-2], *self.shape)
 
-    def _tiles(self, numbers: int) -> Iterator[slice]:
-        """Slices of samples such that ``numbers`` for each fit a tile."""
-        batch = self.grads.shape[1]
-        step = min(batch, max(1, TILE // (numbers * self.grads.element_size())))
+    def _tiles(self, numbers: int, beside: int = 0) -> Iterator[slice]:
+        """Slices of samples such that ``numbers`` for each fit a tile, or take as much room as ``beside`` numbers."""
+        batch, width = self.grads.shape[1], self.grads.element_size()
+        step = min(batch, max(1, max(TILE, beside * width) // (numbers * width)))
         return (slice(start, min(start + step, batch)) for start in range(0, batch, step))
 
     def square_sum(self) -> Tensor:
@@ -197,7 +197,7 @@ class Outer:
         _, batch, outputs, positions = self.grads.shape
         ins = self.groups * self.shape.numel() // outputs
         total: Tensor | None = None
-        for piece in self._tiles(2 * ins * positions):
+        for piece in self._tiles(2 * ins * positions, beside=ins * ins // self.groups):
             inputs = self.inputs(piece)
             inputs = inputs.mean(-1, keepdim=True) if reduce else inputs
             part = _outer_sum(inputs, self.groups)
@@ -356,16 +356,33 @@ def _gradient_factor(grads: Tensor, groups: int, reduce: bool) -> Tensor:
 
 
 def _outer_sum(values: Tensor, groups: int) -> Tensor:
-    """Σ_n Σ_t v vᵀ for ``(N, g·D, T)``, group by group: ``(g, D, D)``."""
-    grouped = _grouped(values, 1, groups)
-    if values.shape[-1] == 1:
-        rows = grouped.squeeze(-1).transpose(0, 1)  # (g, N, D)
-        return rows.transpose(1, 2) @ rows
-    if groups == 1 and values.shape[1] <= values.shape[2]:  # small products, no copy
-        rows = values.contiguous()
-        return torch.bmm(rows, rows.transpose(1, 2)).sum(0, keepdim=True)
-    flat = grouped.permute(1, 2, 0, 3).flatten(2)
-    return flat @ flat.transpose(1, 2)
+    """Σ_n Σ_t v vᵀ for ``(N, g·D, T)``, group by group: ``(g, D, D)``.
+
+    One group by the lower triangle, mirrored afterwards; positions that lie one after another (tokens) or are many stay
+    where they are, others are brought into one matrix first.
+    """
+    _, size, positions = values.shape
+    if groups > 1:
+        flat = _grouped(values, 1, groups).permute(1, 2, 0, 3).flatten(2)
+        return flat @ flat.transpose(1, 2)
+    by_position = values.transpose(1, 2)
+    rows: Sequence[Tensor] | Tensor  # of (D, positions) matrices
+    if by_position.is_contiguous():
+        rows = [by_position.flatten(0, 1).t()]
+    elif size < 128 and size <= positions:
+        return torch.bmm(values, by_position).sum(0, keepdim=True)
+    elif positions >= 256:
+        rows = values
+    else:
+        rows = [values.transpose(0, 1).flatten(1)]
+    total = values.new_zeros(size, size)
+    step = max(64, size // 8)
+    for matrix in rows:
+        for start in range(0, size, step):
+            total[start : start + step, : start + step].addmm_(matrix[start : start + step], matrix[: start + step].t())
+    for start in range(step, size, step):
+        total[:start, start : start + step] = total[start : start + step, :start].t()
+    return total.unsqueeze(0)
 
 
 def _grouped(values: Tensor, dim: int, groups: int) -> Tensor:
