@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="number of inputs; default: small for large networks")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats; the median is shown")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--structures", nargs="+", choices=("diag", "kron"), default=["diag", "kron"])
     parser.add_argument("--seconds", type=float, default=300, help="a method that needs longer is not timed")
     parser.add_argument("--memory", type=float, default=12, help="GiB a method may use before it counts as failed")
     parser.add_argument("--scaling", action="store_true", help="also draw curvature_scaling.svg")
@@ -264,6 +265,7 @@ def main() -> None:
         x, y = net.data(images)
         batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
         rows = [row for row in rows_of(name, options.peers) if online_fits(row, len(batches))]
+        rows = [row for row in rows if row.structure in ("", *options.structures)]
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task(f"{net.title}: one batch each, in a forked child", total=len(rows))
             for row in rows:  # before any timing, and before this process has run a backward pass
