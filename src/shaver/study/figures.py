@@ -113,8 +113,9 @@ def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
         curves = _main_curves(experiment, experiment.stages[0])
         _over_sparsity(axis, curves, METRICS[0])
         axis.set_title(experiment.title)
-    for axis in axes[::3]:
-        axis.set_ylabel(METRICS[0].title)
+    for axis in axes:
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(METRICS[0].title)
     _legend(plt, [c for e in shown for c in _main_curves(e, e.stages[0])])
 
 

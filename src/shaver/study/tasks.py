@@ -75,8 +75,8 @@ _ALL = (
     _cpu("lenet-mnist", "30 of 100 epochs", _LENET, "mnist", 30, epoch_seconds=6.5, pass_seconds=0.7),
     _cpu("lenet-fashion", "30 of 100 epochs", _LENET, "fashion", 30, epoch_seconds=6.5, pass_seconds=0.7),
     _cpu("lenet-cifar10", "30 of 100 epochs", _LENET32, "cifar10", 30, epoch_seconds=8.7, pass_seconds=0.8),
-    _cpu("mixer-mnist", "20 of 100 epochs, SGD instead of Adam",
-         {**_MIXER, "patch_size": 4, "channel_dim": 768}, "mnist", 20, source="mc",
+    _cpu("mixer-mnist", "30 of 100 epochs, SGD instead of Adam",
+         {**_MIXER, "patch_size": 4, "channel_dim": 768}, "mnist", 30, source="mc",
          epoch_seconds=113.0, pass_seconds=7.0),
     _cpu(
         "resnet-cifar10", "8 instead of 64 planes, 10 of 100 epochs, half of the data",
