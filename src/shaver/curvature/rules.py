@@ -145,9 +145,9 @@ def _grouped_kernel(module: Any, inputs: Tensor, grads: Tensor) -> Built | None:
             count,
             (False, True, False),
         )
-        return cast(Tensor, found.view(count, -1, *module.weight.shape[1:]))
+        return cast(Tensor, found.view(1, count, -1, *module.weight.shape[1:]))
 
-    return Built(gradients, module.weight.numel())
+    return Built(gradients, lambda total: total[0], module.weight.numel())
 
 
 def _shifted_rows(module: Any, inputs: Tensor, grads: Tensor) -> Built | None:
@@ -174,11 +174,14 @@ def _shifted_rows(module: Any, inputs: Tensor, grads: Tensor) -> Built | None:
         for row in range(height):
             start = row * module.dilation[0]
             torch.bmm(rows, flat[:, start * columns_out : (start + rows_out) * columns_out], out=found[row])
-        return found.view(height, count, -1, channels, width).permute(1, 2, 3, 0, 4)
+        return found
+
+    def weights(total: Tensor) -> Tensor:
+        return total.view(height, -1, channels, width).permute(1, 2, 0, 3)
 
     # everything that is held, and four times over: a quarter of a tile stays in a core's own cache
     numbers = module.weight.numel() + (module.out_channels + channels * width) * rows_out * columns_out
-    return Built(gradients, 4 * numbers, up_to=8 if channels * width < 15 else 64)
+    return Built(gradients, weights, 4 * numbers, up_to=8 if channels * width < 15 else 64)
 
 
 def _padded(module: Any, images: Tensor) -> Tensor:

@@ -83,12 +83,15 @@ class Built:
     """Per-sample gradients of a weight by a kernel of its own.
 
     Attributes:
-        gradients: From a slice of samples and their output gradients ``(n, K·O, T)`` to ``(n, K·O, *shape[1:])``.
+        gradients: From a slice of samples and their output gradients ``(n, K·O, T)`` to the gradients, in a layout of
+            its own with the samples in the second dimension: sums over them need no copy.
+        weights: From such a sum, without that dimension, to ``(K·O, *shape[1:])``.
         numbers: What one sample and one output gradient weigh in a tile.
         up_to: The largest K·O for which it is the faster way.
     """
 
     gradients: Callable[[slice, Tensor], Tensor]
+    weights: Callable[[Tensor], Tensor]
     numbers: int
     up_to: float = math.inf
 
@@ -162,16 +165,21 @@ class Outer:
                 return self._to_shape(b.t() @ a)
             b, a = b.view(batch, g, outs), a.view(batch, g, ins)
             return self._to_shape(torch.einsum("ngo,ngi->goi", b, a).flatten(0, 1))
-        total = self.grads.new_zeros(g, outs, ins)
         if self.built is not None and columns * outputs <= self.built.up_to:
             stacked = grads[0] if len(grads) == 1 else torch.cat(list(grads))
+            squared: list[Tensor] = []
+            sums: list[Tensor] = []
             for piece in self._tiles(columns * self.built.numbers):
                 b = stacked[:, piece].transpose(0, 1).flatten(1, 2)
                 part = self.built.gradients(piece, b)
                 if plain is not None:
-                    plain += part.sum(0).reshape(1, outs, ins)
-                total += part.square_().sum(0).reshape(columns, outs, ins).sum(0)
-            return self._to_shape(total.flatten(0, 1))
+                    sums.append(part.sum(1))
+                squared.append(part.square_().sum(1))
+            if plain is not None:
+                plain += self.built.weights(_added(sums)).reshape(1, outs, ins)
+            total = self.built.weights(_added(squared)).reshape(columns, outs, ins).sum(0)
+            return self._to_shape(total)
+        total = self.grads.new_zeros(g, outs, ins)
         for piece in self._tiles(columns * outputs * (ins + positions) + g * ins * positions):
             # (n·g, K·O, T) @ (n·g, T, I)
             a = self.inputs(piece).reshape(-1, ins, positions).transpose(1, 2)
@@ -348,6 +356,13 @@ class Several:
         for use in self.uses[1:]:
             total = total + use.per_sample(start, stop)
         return total
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum, in the first of them."""
+    for part in parts[1:]:
+        parts[0].add_(part)
+    return parts[0]
 
 
 def _gradient_factor(grads: Tensor, groups: int, reduce: bool) -> Tensor:
