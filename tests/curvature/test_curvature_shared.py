@@ -267,6 +267,7 @@ def test_what_a_layer_does_not_keep_may_change_before_the_backward_pass():
             model[0].weight.mul_(1.1)  # of no matter for any gradient: the input needs none
         with online.watch():
             loss.backward()
+    assert online.looks == 2
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_modules
 
-#: What of a layer's inputs, weight and bias is wanted, has to be kept, or gets a gradient.
+#: Gradients of a layer's inputs, weight and bias, None where they are not wanted.
 Three = tuple[Tensor | None, Tensor | None, Tensor | None]
-#: ``(module, output gradient, inputs, weight, which of the three)`` → gradients of inputs, weight and bias.
+#: ``(module, output gradient, inputs, weight, which of the three are wanted)`` → those.
 Backward = Callable[[Any, Tensor, Any, Any, tuple[bool, bool, bool]], Three]
 
 
