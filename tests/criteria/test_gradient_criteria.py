@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from small_networks import networks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shaver.criteria import prunable, score
+from tests.criteria.small_networks import networks
 
 CASES = networks()
 

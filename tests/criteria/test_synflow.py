@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from small_networks import networks
 from torch import nn
 
 from shaver.criteria import score
 from shaver.pruning import masks_at
+from tests.criteria.small_networks import networks
 
 
 def perceptron():

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import networks as net
 import torch
-from reference import Problem
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
+import tests.curvature.networks as net
 from shaver.likelihoods import Classification, Likelihood, Regression
+from tests.curvature.reference import Problem
 
 Draw = Callable[[int, torch.Generator], Tensor]
 

@@ -1,13 +1,13 @@
 """The diagonal, exactly: every rule, source and composite network against the dense reference in float64."""
 
-import networks as net
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case
-from reference import Problem, assert_all_same
 from torch.utils.checkpoint import checkpoint
 
+import tests.curvature.networks as net
 from shaver import curvature
+from tests.curvature.cases import BY_NAME, CASES, Case
+from tests.curvature.reference import Problem, assert_all_same
 
 
 def compute(case: Case, model: torch.nn.Module, batches: list, **options: object) -> curvature.Curvature:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import BY_NAME
 from torch import Tensor
 
 from shaver import curvature
+from tests.curvature.cases import BY_NAME
 
 NAMES = ["mlp", "lenet", "transformer-block", "batchnorm-block", "attention-batch-first", "embedding", "scalars"]
 

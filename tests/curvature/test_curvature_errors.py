@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import BY_NAME
 from torch import Tensor, nn
 
 from shaver import curvature
+from tests.curvature.cases import BY_NAME
 
 MLP = BY_NAME["mlp"]
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case
-from reference import assert_same
 
 from shaver import curvature
 from shaver.curvature import DiagonalBlock, KroneckerBlock
+from tests.curvature.cases import BY_NAME, CASES, Case
+from tests.curvature.reference import assert_same
 
 
 def compute(case: Case, model: torch.nn.Module, batches: list, **options: object) -> curvature.Curvature:

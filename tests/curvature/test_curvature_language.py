@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from languages import CAUSAL, CLASSIFIERS, build, one_by_one, tokens
-from reference import assert_all_same
 from torch import Tensor, nn
 
 from shaver.batches import forward_of, next_tokens
 from shaver.curvature import OnlineCurvature, estimate
 from shaver.likelihoods import Classification
+from tests.curvature.languages import CAUSAL, CLASSIFIERS, build, one_by_one, tokens
+from tests.curvature.reference import assert_all_same
 
 FAMILIES = [(name, False) for name in CLASSIFIERS] + [(name, True) for name in CAUSAL]
 N = 40

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import BY_NAME
 from torch import Tensor
 
 from shaver import curvature
+from tests.curvature.cases import BY_NAME
 
 CASES = ["mlp", "conv2d", "regression", "poisson", "token-labels", "attention-batch-first", "embedding"]
 

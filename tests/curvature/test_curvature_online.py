@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, normal
-from networks import VisionTransformer
-from reference import assert_all_same
 from torch import Tensor, nn
-from watching import (
+
+from shaver.likelihoods import Classification
+from tests.curvature.cases import Case, normal
+from tests.curvature.networks import VisionTransformer
+from tests.curvature.reference import assert_all_same
+from tests.curvature.watching import (
     LOSSES,
     STEADY,
     N,
@@ -21,8 +23,6 @@ from watching import (
     watch,
     without_noise,
 )
-
-from shaver.likelihoods import Classification
 
 # One step --------------------------------------------------------------------------------------------------------
 

@@ -5,18 +5,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import assert_all_same
 from torch import Tensor, nn
-from watching import (
+
+from shaver.curvature.reading import read_loss
+from shaver.likelihoods import Classification
+from tests.curvature.reference import assert_all_same
+from tests.curvature.watching import (
     N,
     assert_step,
     nlls,
     prepare,
     watch,
 )
-
-from shaver.curvature.reading import read_loss
-from shaver.likelihoods import Classification
 
 UNREADABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "label smoothing": lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1),

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from cases import BY_NAME, Case, normal
-from reference import assert_all_same
 from torch import Tensor, nn
-from watching import (
+
+from shaver.likelihoods import Classification, get_likelihood
+from tests.curvature.cases import BY_NAME, Case, normal
+from tests.curvature.reference import assert_all_same
+from tests.curvature.watching import (
     LOSSES,
     N,
     assert_step,
@@ -16,8 +18,6 @@ from watching import (
     prepare,
     watch,
 )
-
-from shaver.likelihoods import Classification, get_likelihood
 
 SAMPLED = ["mlp", "lenet", "tied-language-model", "vision-transformer", "attention-batch-first", "bilinear-form"]
 

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case
-from reference import assert_all_same
 from torch import Tensor, nn
-from watching import (
+
+from shaver.curvature import OnlineCurvature
+from shaver.curvature import online as module
+from shaver.io import load_state, save_state
+from tests.curvature.cases import Case
+from tests.curvature.reference import assert_all_same
+from tests.curvature.watching import (
     CLASSIFIERS,
     assert_step,
     forward,
@@ -20,10 +24,6 @@ from watching import (
     watch,
     without_noise,
 )
-
-from shaver.curvature import OnlineCurvature
-from shaver.curvature import online as module
-from shaver.io import load_state, save_state
 
 
 @pytest.mark.parametrize("source", ["ef", "mc"])

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import BY_NAME
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from shaver import curvature
+from tests.curvature.cases import BY_NAME
 
 
 def flat(result: curvature.Curvature) -> Tensor:

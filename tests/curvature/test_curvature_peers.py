@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import BY_NAME, Case
-from reference import assert_same
 from torch import Tensor, nn
 
 from shaver import curvature
+from tests.curvature.cases import BY_NAME, Case
+from tests.curvature.reference import assert_same
 
 NAMES = ["mlp", "lenet"]
 TOLERANCE = 1e-8  # two independent computations, each with its own order of summation

@@ -1,14 +1,14 @@
 """Random small architectures, drawn by hypothesis, against the dense reference."""
 
-import networks as net
 import torch
-from cases import Case, normal
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from reference import assert_all_same
 from torch import nn
 
+import tests.curvature.networks as net
 from shaver import curvature
+from tests.curvature.cases import Case, normal
+from tests.curvature.reference import assert_all_same
 
 WIDTHS = st.integers(1, 4)
 

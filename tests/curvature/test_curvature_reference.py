@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, CONV, Case
-from reference import Problem, assert_same, patches
 from torch import nn
+
+from tests.curvature.cases import BY_NAME, CASES, CONV, Case
+from tests.curvature.reference import Problem, assert_same, patches
 
 
 def test_linear_regression_has_the_normal_matrix_as_ggn():

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, chain, normal, of
-from networks import pool_positions
-from reference import assert_all_same
 from torch import Tensor, nn
 
 from shaver.curvature import Dense, OnlineCurvature, Outer, estimate, register_rule
 from shaver.curvature import rules as registry
+from tests.curvature.cases import Case, chain, normal, of
+from tests.curvature.networks import pool_positions
+from tests.curvature.reference import assert_all_same
 
 
 class Gain(nn.Module):

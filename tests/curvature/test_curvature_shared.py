@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import assert_all_same
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
-from watching import watch
 
 from shaver.curvature import estimate
 from shaver.curvature import shared as module
+from tests.curvature.reference import assert_all_same
+from tests.curvature.watching import watch
 
 
 def net(layer: nn.Module, activation: nn.Module | None = None) -> nn.Module:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BY_NAME
 from torch import nn
 
 from shaver import curvature
+from tests.curvature.cases import BY_NAME
 
 HOOKS = [name for name in vars(nn.Linear(1, 1)) if "hook" in name]
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case
-from reference import assert_all_same
 from torch import Tensor, nn
 
 from shaver.batches import targets_of
 from shaver.curvature import OnlineCurvature, estimate
 from shaver.likelihoods import Classification, get_likelihood
+from tests.curvature.cases import BY_NAME, CASES, Case
+from tests.curvature.reference import assert_all_same
 
 N = 50
 

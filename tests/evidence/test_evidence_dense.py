@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from evidence_cases import (
+
+from shaver.evidence import Posterior
+from tests.evidence.evidence_cases import (
     KINDS,
     STRUCTURES,
     by_hand,
@@ -13,8 +15,6 @@ from evidence_cases import (
     make_theta,
     random_prior,
 )
-
-from shaver.evidence import Posterior
 
 COMBINATIONS = [(kind, structure) for kind in KINDS for structure in STRUCTURES]
 

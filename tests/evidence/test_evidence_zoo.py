@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from evidence_cases import KINDS, STRUCTURES
 
 from shaver import zoo
 from shaver.curvature import estimate
 from shaver.evidence import Posterior, improve
 from shaver.priors import make_prior
+from tests.evidence.evidence_cases import KINDS, STRUCTURES
 
 SMALL = {
     "fcn": ({"inputs": 12, "hidden": [7, 5], "classes": 3}, (12,)),

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from evidence_cases import KINDS, STRUCTURES, by_hand, dense_evidence, make_curvature, make_theta
 
 from shaver.curvature.blocks import Curvature, DiagonalBlock
 from shaver.evidence import Posterior, improve, optimal_precision, shrink_factor
 from shaver.priors import make_prior
+from tests.evidence.evidence_cases import KINDS, STRUCTURES, by_hand, dense_evidence, make_curvature, make_theta
 
 COMBINATIONS = [(kind, structure) for kind in KINDS for structure in STRUCTURES]
 

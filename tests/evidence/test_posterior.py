@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from evidence_cases import KINDS, STRUCTURES, make_curvature, make_theta, random_prior
 from torch import nn
 
 from shaver import io
 from shaver.curvature.blocks import Curvature, DiagonalBlock
 from shaver.evidence import Posterior, log_evidence
+from tests.evidence.evidence_cases import KINDS, STRUCTURES, make_curvature, make_theta, random_prior
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

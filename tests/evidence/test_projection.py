@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from evidence_cases import covariance, dense_factors
 
 from shaver.curvature.blocks import KroneckerBlock
 from shaver.evidence.basis import KroneckerBasis, eigen
 from shaver.priors import make_prior
+from tests.evidence.evidence_cases import covariance, dense_factors
 
 SHAPES = [((4, 3), 1, False), ((4, 2, 3), 2, False), ((3, 5), 1, True), ((2, 3, 2, 2), 1, False), ((5,), 1, False)]
 

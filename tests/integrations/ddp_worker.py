@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ddp_cases import CASES, run
 
 from shaver.io import save_tensors
+from tests.integrations.ddp_cases import CASES, run
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 for case in CASES:
     save_tensors(Path(sys.argv[1]) / f"{case}-{dist.get_rank()}.safetensors", run(case, dist.get_rank(), 2))
 if importlib.util.find_spec("lightning") is not None:
-    from lightning_case import run as run_lightning
+    from tests.integrations.lightning_case import run as run_lightning
 
     save_tensors(Path(sys.argv[1]) / f"lightning-{dist.get_rank()}.safetensors", run_lightning(2))
 if dist.is_initialized():

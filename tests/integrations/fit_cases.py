@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_cases import mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shaver
 from shaver.pruning import Online
 from shaver.training import Options
+from tests.integrations.ddp_cases import mlp
 
 N = 45  # in batches of 11 the last holds one sample: some rank has none
 SPAM: dict[str, Any] = {"source": "ef", "every": 2, "decay": 0.8, "update": 3}

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import torch
-from fit_cases import CASES, Failing, run, with_sampler
 
 from shaver.io import save_tensors
+from tests.integrations.fit_cases import CASES, Failing, run, with_sampler
 
 torch.set_num_threads(1)
 command, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ddp_cases import QUICK, N, blobs, own
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from shaver.integrations.distributed import full_posterior, full_state_dict, hold_sharded, prune_sharded
 from shaver.spam import SpaM
+from tests.integrations.ddp_cases import QUICK, N, blobs, own
 
 
 class Net(nn.Module):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fsdp_cases import CASES, Net, run, start, train
 from torch.distributed.fsdp import fully_shard
 
 from shaver.integrations.distributed import full_state_dict
 from shaver.io import save_state, save_tensors
 from shaver.shards import gathered, is_sharded
 from shaver.spam import SpaM
+from tests.integrations.fsdp_cases import CASES, Net, run, start, train
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

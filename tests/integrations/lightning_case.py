@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from ddp_cases import QUICK, blobs, mlp
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shaver.integrations.lightning import SpaMCallback
+from tests.integrations.ddp_cases import QUICK, blobs, mlp
 
 
 class Lit(pl.LightningModule):

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_cases import CASES, run
-from launching import succeed
 
 from shaver.io import load_tensors
 from shaver.spam import SpaM
+from tests.integrations.ddp_cases import CASES, run
+from tests.integrations.launching import succeed
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_mc_draws_other_labels_on_every_rank(results: Path):
 
 def test_lightning_s_ranks_are_one_process_too(results: Path):
     pytest.importorskip("lightning")
-    from lightning_case import run as run_lightning
+    from tests.integrations.lightning_case import run as run_lightning
 
     alone = run_lightning(1)
     for rank in (0, 1):

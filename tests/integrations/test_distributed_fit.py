@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fit_cases import CASES, REPEATED, run
-from launching import succeed, torchrun
 from torch import Tensor, nn
 
 import shaver
 from shaver.io import load_tensors
+from tests.integrations.fit_cases import CASES, REPEATED, run
+from tests.integrations.launching import succeed, torchrun
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_cases import CASES, run, start, train
-from launching import succeed
 
 import shaver
 from shaver.integrations.distributed import prune_sharded
 from shaver.io import load_state, load_tensors
+from tests.integrations.fsdp_cases import CASES, run, start, train
+from tests.integrations.launching import succeed
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
-from languages import CAUSAL, CLASSIFIERS, build, tokens
 from torch import Tensor, nn
 
 import shaver
 from shaver.integrations import hub
 from shaver.integrations.card import Card, markdown_table
 from shaver.integrations.hub import pull, push, read_folder, write_folder
+from tests.curvature.languages import CAUSAL, CLASSIFIERS, build, tokens
 
 
 def logits(model: nn.Module, causal: bool) -> Tensor:

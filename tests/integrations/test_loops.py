@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ddp_cases import QUICK, blobs, mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shaver
 from shaver.curvature import estimate
 from shaver.spam import SpaM
+from tests.integrations.ddp_cases import QUICK, blobs, mlp
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
-from languages import CAUSAL, CLASSIFIERS, build, one_by_one, tokens
 from torch import Tensor, nn
 
 import shaver
 from shaver.batches import next_tokens
+from tests.curvature.languages import CAUSAL, CLASSIFIERS, build, one_by_one, tokens
 
 CRITERIA = ["opd", "obd", "magnitude", "snip", "grasp", "wanda", "synflow", "random"]
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import transformers as T
 from accelerate import Accelerator
-from languages import CAUSAL, CLASSIFIERS, build, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from shaver.integrations.transformers import KEY, SpaMCallback, check_tokenizer
 from shaver.settings import FINE_TUNING
 from shaver.spam import SpaM
+from tests.curvature.languages import CAUSAL, CLASSIFIERS, build, tokens
 
 N, BATCH, EPOCHS, WARMUP, LR = 16, 4, 4, 2, 1e-2
 QUICK: dict[str, Any] = {"every": 2, "update": 2, "decay": 0.8}

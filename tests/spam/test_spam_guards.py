@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from toys import N, blobs, mlp, sgd, split, train
 
 from shaver.curvature import estimate
 from shaver.settings import Settings
 from shaver.spam import SpaM
+from tests.spam.toys import N, blobs, mlp, sgd, split, train
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from toys import assert_close, blobs, mlp, seeded, sgd, split, train, weights
 
 from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.likelihoods import Regression
 from shaver.settings import LOG_BOUNDS
 from shaver.spam import SpaM
+from tests.spam.toys import assert_close, blobs, mlp, seeded, sgd, split, train, weights
 
 UPPER = math.exp(LOG_BOUNDS[1])
 OFTEN: dict[str, Any] = {"every": 1, "decay": 0.9, "update": 10}

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from toys import QUICK, N, assert_close, blobs, conv, images, mlp, sgd, split, train, weights
 
 from shaver.curvature import estimate
 from shaver.evidence import log_evidence, optimal_precision
 from shaver.settings import LOG_BOUNDS, PAPER, Settings
 from shaver.spam import SpaM
+from tests.spam.toys import QUICK, N, assert_close, blobs, conv, images, mlp, sgd, split, train, weights
 
 PRIORS = ["scalar", "layer", "unit", "parameter"]
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import QUICK, N, blobs, mlp, split
 
 from shaver.io import load_state, save_state
 from shaver.spam import SpaM
+from tests.spam.toys import QUICK, N, blobs, mlp, split
 
 KINDS: dict[str, dict[str, Any]] = {
     "mc": QUICK,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toys import QUICK, N, assert_close, blobs, mlp, sgd, split, weights
 
 from shaver.spam import SpaM
+from tests.spam.toys import QUICK, N, assert_close, blobs, mlp, sgd, split, weights
 
 
 class Problem:

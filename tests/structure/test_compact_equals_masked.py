@@ -4,7 +4,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from compact_cases import CASES, Encoder, case, copy_of, draw, numbers, other, outputs, shaken
 from torch import nn
 
 from shaver.structure import (
@@ -19,6 +18,7 @@ from shaver.structure import (
     remove_units,
 )
 from shaver.structure.compaction import TOLERANCES
+from tests.structure.compact_cases import CASES, Encoder, case, copy_of, draw, numbers, other, outputs, shaken
 
 
 def count(model):

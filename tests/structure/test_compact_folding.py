@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compact_cases import numbers, outputs, shaken
 from torch import nn
 
 from shaver.structure import CompactionError, Group, Groups, Slice, find_groups, remove_units
+from tests.structure.compact_cases import numbers, outputs, shaken
 
 
 def silenced(model, weights, units):

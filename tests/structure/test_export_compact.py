@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compact_cases import Encoder, case, draw, numbers, outputs, shaken
 from torch import nn
 
 from shaver.structure import export_onnx, find_groups, remove_units
+from tests.structure.compact_cases import Encoder, case, draw, numbers, outputs, shaken
 
 
 def encoder():

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from known_groups import cnn, fcn
 
 import shaver
 from shaver.pruning.online import cubic
 from shaver.structure import Choosing, Gradual, choose_units, compact_with_report, find_groups, kept_units
 from shaver.structure.gradual import UnitPruner
 from shaver.structure.targets import Costs
+from tests.structure.known_groups import cnn, fcn
 
 QUICK = {"every": 2, "update": 4}
 

@@ -1,6 +1,5 @@
 """What find_groups says when it cannot help, and that it leaves a model as it was."""
 
-import languages
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from shaver import zoo
 from shaver.structure import find_groups
 from shaver.structure.tracing import within
+from tests.curvature import languages
 
 
 def lenet() -> tuple[nn.Module, Tensor]:

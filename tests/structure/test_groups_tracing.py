@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from silencing import check_units, randomised
 from torch import nn
 
 from shaver import zoo
 from shaver.structure import Groups, find_groups
+from tests.structure.silencing import check_units, randomised
 
 pytest.importorskip("torch_pruning")
 

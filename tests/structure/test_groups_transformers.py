@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import languages
 import pytest
 import torch
-from silencing import check_units, randomised
 from torch import Tensor, nn
 
 from shaver.batches import forward_of
 from shaver.structure import Group, Groups, find_groups
+from tests.curvature import languages
+from tests.structure.silencing import check_units, randomised
 
 
 def index(group: Group, tensor: str) -> Tensor:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from silencing import check_removal, check_units, randomised
 from torch import Tensor, nn
 
 from shaver.structure import Group, Groups, find_groups
 from shaver.structure.coupling import OUTPUT
+from tests.structure.silencing import check_removal, check_units, randomised
 
 
 class Everything(nn.Module):

@@ -4,12 +4,12 @@ from functools import cache
 
 import pytest
 import torch
-from silencing import check_removal, check_units, randomised
 from torch import Tensor, nn
 
 from shaver import zoo
 from shaver.structure import Groups, find_groups
 from shaver.structure.coupling import OUTPUT, RESIDUAL
+from tests.structure.silencing import check_removal, check_units, randomised
 
 SMALL = {
     "fcn": ({"inputs": 12, "hidden": (9, 7), "classes": 3}, (2, 12)),

@@ -5,12 +5,12 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from compact_cases import numbers, shaken
 from torch import nn
 
 from shaver.curvature import estimate
 from shaver.spam import SpaM
 from shaver.structure import find_groups, mask_units, remove_units
+from tests.structure.compact_cases import numbers, shaken
 
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),

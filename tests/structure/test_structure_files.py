@@ -5,12 +5,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from compact_cases import Encoder, case, draw, numbers, outputs, shaken
 from torch import nn
 
 import shaver
 from shaver.pruning import load_masks, prune
 from shaver.structure import find_groups, plan_of, remove_units
+from tests.structure.compact_cases import Encoder, case, draw, numbers, outputs, shaken
 
 
 def compacted(name, seed=1):

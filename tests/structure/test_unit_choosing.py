@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_groups import cnn, fcn, one_each
 from torch import nn
 
 from shaver.structure import Choosing, Group, Groups, Slice, choose_units
 from shaver.structure.choosing import Chooser, whole
 from shaver.structure.targets import Costs, parameters_left
+from tests.structure.known_groups import cnn, fcn, one_each
 
 
 def rising(groups):

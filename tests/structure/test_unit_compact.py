@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from known_groups import cnn, images
 
 import shaver
 from shaver.curvature import estimate
 from shaver.measure import cost, flops, latency
 from shaver.structure import compact_with_report, find_groups, mask_units, score_units
 from shaver.structure.targets import Costs
+from tests.structure.known_groups import cnn, images
 
 ZOO = {
     "lenet": ({}, (2, 1, 28, 28)),

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from known_groups import cnn, fcn, images
 from torch import nn
 
 from shaver.structure import mask_units
+from tests.structure.known_groups import cnn, fcn, images
 
 
 def test_the_masked_network_is_the_one_without_the_units():

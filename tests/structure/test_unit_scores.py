@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from known_groups import cnn, fcn, images, one_each
 from torch import nn
 
 import shaver
 from shaver import criteria
 from shaver.curvature import estimate
 from shaver.structure import Group, Groups, Slice, mask_units, score_units, synflow_units, unit_scores
+from tests.structure.known_groups import cnn, fcn, images, one_each
 
 
 def of_unit(model, group, unit):

@@ -189,7 +189,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from test_runner import LONG, recipe
+from tests.study.test_runner import LONG, recipe
 from shaver.study import run_study
 from shaver.study.engines import LocalEngine
 try:
@@ -200,7 +200,7 @@ except KeyboardInterrupt:
 
 
 def start_long(out):
-    code = SCRIPT.format(tests=str(Path(__file__).parent), out=str(out))
+    code = SCRIPT.format(tests=str(Path(__file__).parents[2]), out=str(out))
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
 

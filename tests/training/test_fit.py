@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import batches, blobs, identical, network, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shaver.training import Options, fit
+from tests.training.problems import batches, blobs, identical, network, weights
 
 
 def test_map_training_equals_a_handwritten_loop():

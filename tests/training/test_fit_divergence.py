@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from problems import batches, network
 from torch import nn
 
 from shaver.io import load_state
 from shaver.training import Diverged, fit
+from tests.training.problems import batches, network
 
 
 def test_a_nan_in_the_data_is_named_as_such():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from problems import batches, network
 from torch import nn
 
 from shaver.stepping import effective_step
 from shaver.training import Options, fit, search_l1
+from tests.training.problems import batches, network
 
 
 def lasso_data():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from problems import batches, identical, network, noisy_forward, weights
 
 import shaver
 from shaver.evidence import Posterior
@@ -10,6 +9,7 @@ from shaver.io import load_state
 from shaver.pruning import Masks, Online, linear, prune
 from shaver.settings import PAPER
 from shaver.training import Options, fit
+from tests.training.problems import batches, identical, network, noisy_forward, weights
 
 QUICK = {"every": 3, "update": 6, "shrink": 0.5}
 METHODS = [

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import batches, blobs, identical, network, noisy_forward, weights
 from torch.utils.data import DataLoader, TensorDataset
 
 from shaver.data import InMemory
@@ -16,13 +15,14 @@ from shaver.io import load_state
 from shaver.likelihoods import Classification
 from shaver.settings import PAPER
 from shaver.training import Options, fit
+from tests.training.problems import batches, blobs, identical, network, noisy_forward, weights
 
 KILLER = '''
 """Train in child processes, killing them at random moments, until one run is complete."""
 import json, os, random, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 import torch
-from problems import batches, network, noisy_forward
+from tests.training.problems import batches, network, noisy_forward
 from shaver.training import fit
 torch.set_num_threads(1)
 fit(network(), batches(), method="map", epochs=1)  # what is imported on first use is imported here, once
@@ -79,7 +79,7 @@ def final(folder: Path) -> dict:
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path, settings):
     through = network(dropout=0.2)
     undisturbed = fit(through, batches(), batches(seed=2), folder=tmp_path / "whole", forward=noisy_forward, **settings)
-    command = [sys.executable, "-c", KILLER, str(Path(__file__).parent), str(tmp_path / "killed")]
+    command = [sys.executable, "-c", KILLER, str(Path(__file__).parents[2]), str(tmp_path / "killed")]
     done = subprocess.run([*command, json.dumps(settings), "7"], capture_output=True, text=True, timeout=120)
     report = json.loads(done.stdout or "{}")
     assert report.get("exit") == 0, done.stderr

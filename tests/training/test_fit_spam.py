@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from problems import batches, blobs, identical, network, weights
 from torch import nn
 
 from shaver.criteria import score
@@ -12,6 +11,7 @@ from shaver.evidence import Posterior
 from shaver.settings import PAPER
 from shaver.spam import SpaM
 from shaver.training import Diverged, Options, fit
+from tests.training.problems import batches, blobs, identical, network, weights
 
 QUICK = {"every": 3, "update": 12, "shrink": 0.0}
 
