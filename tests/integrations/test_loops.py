@@ -17,8 +17,9 @@ from shaver.curvature import estimate
 from shaver.spam import SpaM
 from tests.integrations.ddp_cases import QUICK, blobs, mlp
 
-PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
+UNUSUAL = PAGE.read_text(encoding="utf-8").split("## Unusual loops")[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", UNUSUAL, re.DOTALL)
 TITLES = ["lbfgs", "together", "in turns", "further term", "joint", "attached", "ddp", "fsdp"]
 
 
