@@ -28,8 +28,8 @@ class MyNetwork(nn.Module):
 
 
 def run(page: str, names: dict[str, object]) -> dict[str, object]:
-    """Run a page's code blocks, one after the other, with a few epochs less."""
-    text = (DOCS / page).read_text(encoding="utf-8").split("## Unusual loops")[0]  # those: tests/integrations/test_loops.py
+    """Run the code blocks of a page in order, with fewer epochs; tests/integrations runs the unusual loops."""
+    text = (DOCS / page).read_text(encoding="utf-8").split("## Unusual loops")[0]
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert blocks
     for block in blocks:
