@@ -92,6 +92,19 @@ def test_make_it_smaller(names, tmp_path):
     assert (tmp_path / "small.onnx").is_file()
 
 
+def test_other_tools(names, tmp_path):
+    pytest.importorskip("onnxscript")
+    x = names["x"]
+    run("guides/ecosystem.md", names)
+    assert float(names["masks"]["hidden.weight"].float().mean()) == 0.5
+    assert float((names["masked"].hidden.weight == 0).float().mean()) > 0.5
+    inference = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "small-int8.onnx")
+    found = torch.from_numpy(inference.run(None, {inference.get_inputs()[0].name: x.numpy()})[0])
+    exact = names["small"].eval()(x).detach()
+    assert (found - exact).abs().max() < 0.1 * exact.abs().max()  # 8 bits are good for about 1 % per layer
+    assert (tmp_path / "small-int8.onnx").stat().st_size < (tmp_path / "small.onnx").stat().st_size
+
+
 def test_choose_a_prior(names):
     def by_filter(name, parameter):
         return name
