@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shaver.study import get_recipe, load_runs, run_study
-from shaver.study.engines import LocalEngine
+from shaver.lab import get_recipe, load_runs, run_study
+from shaver.lab.run.engines import LocalEngine
 
 options = argparse.ArgumentParser(description=__doc__)
 options.add_argument("--epochs", type=int, default=50)

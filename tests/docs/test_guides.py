@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shaver
-from shaver.study import get_recipe, recipe_names
-from shaver.study.recipe import CRITERIA
+from shaver.lab import get_recipe, recipe_names
+from shaver.lab.recipes.recipe import CRITERIA
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -1,0 +1,61 @@
+"""``shaver run``: a recipe from the command line to its folder of results."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shaver.commands.run_options import RunOptions
+from shaver.lab.run.engines import Engine, LocalEngine, SlurmEngine
+from shaver.lab.run.runner import default_folder, run_study
+
+
+def run_recipe(options: RunOptions, console: Console) -> None:
+    """Run a recipe, or show it.
+
+    Raises:
+        ValueError: An unknown recipe or an impossible setting.
+        RuntimeError: Some cells failed; the message lists them with their errors.
+    """
+    recipe = options.chosen()
+    if options.show:
+        console.print(str(recipe), highlight=False, markup=False, soft_wrap=True)
+        return
+    folder = options.out or default_folder(recipe)
+    outcome = run_study(recipe, folder, engine=_engine(options, folder), any_code=options.any_code, console=console)
+    console.print(
+        f"{outcome.done} cells done ({outcome.ran} of them now), {outcome.rows} rows in [bold]{folder}/results.csv[/]; "
+        f"`shaver report {folder}` shows them."
+    )
+    if outcome.failed:
+        by_error: dict[str, list[str]] = {}
+        for label, error in outcome.failed.items():
+            by_error.setdefault(error, []).append(label)
+        listed = "\n".join(f"{'; '.join(labels)}:\n  {error}" for error, labels in by_error.items())
+        raise RuntimeError(
+            f"{len(outcome.failed)} cells failed (tracebacks are in {folder}/cells/*/error.txt).\n{listed}"
+        )
+
+
+def _engine(options: RunOptions, folder: Path) -> Engine:
+    if options.processes is not None and options.processes < 1:
+        raise ValueError(f"processes must be 1 or more, not {options.processes}.")
+    if options.engine == "slurm":
+        return SlurmEngine(folder / "slurm", _pairs(options.slurm), slots=options.processes)
+    if options.slurm:
+        raise ValueError(f"--slurm {' '.join(options.slurm)} has an effect only with --engine slurm.")
+    return LocalEngine() if options.processes is None else LocalEngine(options.processes)
+
+
+def _pairs(texts: tuple[str, ...]) -> dict[str, Any]:
+    pairs: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ValueError(f"--slurm takes KEY=VALUE, such as timeout_min=240, not {text!r}.")
+        try:
+            pairs[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            pairs[key] = value
+    return pairs

@@ -1,0 +1,219 @@
+"""What a command on a trained network works with: the network, its data, an input, its posterior and scores."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shaver.data
+from shaver import criteria
+from shaver.commands.network_options import NetworkOptions
+from shaver.curvature import estimate
+from shaver.evidence import Posterior
+from shaver.lab.run.trained import Trained, import_function, load_trained
+from shaver.likelihoods import Classification, Likelihood, get_likelihood
+from shaver.measure.evaluating import evaluating
+from shaver.measure.example import Example, call
+from shaver.training.sources import Source, open_source
+
+_BATCH = 256
+_NO_DATA = "give --data NAME ({}), or --data package.module:function for your own"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the network is scored with and measured on, each part in batches.
+
+    Attributes:
+        title: Of the test data, for tables.
+        train: Training data.
+        valid: Validation data, if there are any.
+        test: Test data.
+        parts: What the parts were read from, with ``.train``.
+    """
+
+    title: str
+    train: Source
+    valid: Source | None
+    test: Source
+    parts: Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The network and what it is looked at with.
+
+    Attributes:
+        options: What the user asked for.
+        criterion: By which units or weights are ranked.
+        trained: The network, and what is known of its training.
+        likelihood: What its outputs mean.
+        data: Its data, if they were given.
+        example: An input, if there are data or its shape was given.
+    """
+
+    options: NetworkOptions
+    criterion: str
+    trained: Trained
+    likelihood: Likelihood
+    data: Data | None
+    example: Example | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The network."""
+        return self.trained.model
+
+
+def prepare(options: NetworkOptions, criterion: str, *, valid_fraction: float = 0.0) -> Setting:
+    """Check the options that need nothing else, then read the network and the data, and see that they fit.
+
+    Args:
+        options: What the user asked for.
+        criterion: A registered one.
+        valid_fraction: The share of training data of shaver's own sets that is for validation.
+    """
+    if options.samples is not None and options.samples < 1:
+        raise ValueError(f"--samples must be 1 or more, not {options.samples}.")
+    if options.prior_precision is not None and not 0 < options.prior_precision < math.inf:
+        raise ValueError(f"--prior-precision must be positive and finite, not {options.prior_precision}.")
+    trained = load_trained(options.checkpoint, options.factory)
+    likelihood = _likelihood(options, trained)
+    data = None if options.data is None else _open_data(options.data, options, valid_fraction)
+    example = _example(options, data)
+    if example is not None:
+        _check_fits(trained.model, example, "--input-shape" if data is None else f"--data {options.data}")
+    return Setting(options, criterion, trained, likelihood, data, example)
+
+
+def import_user_code(options: NetworkOptions) -> None:
+    """Import the modules that the options name: they may register criteria."""
+    for option, spec in (("--factory", options.factory), ("--data", options.data)):
+        if spec is not None and ":" in spec:
+            import_function(spec, option)
+
+
+def how_to_give_data() -> str:
+    """What to do where data are needed and missing, in words."""
+    return _NO_DATA.format(", ".join(name for name in shaver.data.names() if name != "imdb"))
+
+
+def _likelihood(options: NetworkOptions, trained: Trained) -> Likelihood:
+    if options.likelihood is not None:
+        return get_likelihood(options.likelihood)
+    if isinstance(trained.likelihood, str) and options.data is not None:
+        raise ValueError(
+            f"the run was trained with the likelihood {trained.likelihood}, which cannot be rebuilt from its name: "
+            "give --likelihood classification or regression, or use shaver.score and shaver.prune in Python."
+        )
+    return trained.likelihood if isinstance(trained.likelihood, Likelihood) else Classification()
+
+
+def _open_data(spec: str, options: NetworkOptions, valid_fraction: float) -> Data:
+    """A data set of shaver by name, or what a user's function returns."""
+    if ":" in spec:
+        parts, title = import_function(spec, "--data")(), f"test data of {spec}"
+        missing = [part for part in ("train", "test") if not hasattr(parts, part)]
+        if missing:
+            raise ValueError(f"--data {spec} returned a {type(parts).__name__} without .{' and .'.join(missing)}.")
+    elif spec == "imdb":
+        raise ValueError("imdb is text, which needs a tokenizer; --data package.module:function can give its batches.")
+    else:
+        parts = shaver.data.load(spec, seed=options.data_seed, valid_fraction=valid_fraction)
+        title = f"{spec}, test split" + (f" of seed {options.data_seed}" if spec in ("cancer", "digits") else "")
+    valid = getattr(parts, "valid", None)
+    return Data(
+        title,
+        open_source(parts.train, "train", _BATCH, shuffle=options.samples is not None, seed=options.seed),
+        None if valid is None else open_source(valid, "valid", _BATCH, shuffle=False),
+        open_source(parts.test, "test", _BATCH, shuffle=False),
+        parts,
+    )
+
+
+def _example(options: NetworkOptions, data: Data | None) -> Example | None:
+    """One input: the first of the test data, or zeros of the shape given."""
+    if data is None:
+        return torch.zeros(1, *options.input_shape) if options.input_shape else None
+    batch = next(iter(data.test.batches))
+    if isinstance(batch, tuple | list):
+        inputs = tuple(part[:1] for part in batch[:-1])
+        return inputs[0] if len(inputs) == 1 else inputs
+    return {key: value[:1] for key, value in batch.items()}
+
+
+def shape_of(example: Example | None) -> list[int] | None:
+    """The shape of one sample, for networks of one input that is not a row of tokens."""
+    if isinstance(example, Tensor) and example.is_floating_point():
+        return list(example.shape[1:])
+    return None
+
+
+def _check_fits(model: nn.Module, example: Example, option: str) -> None:
+    try:
+        with evaluating(model):
+            call(model, example)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"{option} does not fit {type(model).__name__}: {error}") from error
+
+
+def posterior_of(setting: Setting, wanted: str) -> tuple[Posterior, bool]:
+    """SpaM's own, or one from the curvature at the trained weights; and whether its δ was learned.
+
+    Args:
+        setting: The network and its data.
+        wanted: The option that needs it, for errors.
+    """
+    options, trained, data = setting.options, setting.trained, setting.data
+    if trained.posterior is not None and options.prior_precision is None:
+        return trained.posterior, True
+    if trained.method == "spam" and options.prior_precision is None:
+        raise ValueError(
+            f"{wanted} needs the posterior, which shaver.fit writes when a SpaM run is finished, and for these weights "
+            "there is none: call shaver.fit again to finish the run, or estimate one with --data and --prior-precision."
+        )
+    if data is None:
+        raise ValueError(
+            f"{wanted} needs a posterior, and {options.checkpoint} has none: to estimate one, {how_to_give_data()}. "
+            "Or choose --criterion magnitude, which needs nothing."
+        )
+    fraction = None
+    if options.samples is not None and options.samples < data.train.data_size:
+        fraction = options.samples / data.train.data_size
+    curvature = estimate(setting.model, data.train.batches, setting.likelihood, fraction=fraction, seed=options.seed)
+    return Posterior(curvature, options.prior_precision or 1.0, setting.model), False
+
+
+def origin_of(posterior: Posterior, is_learned: bool) -> str:
+    """Where a posterior comes from, in words."""
+    if is_learned:
+        return "Posterior: the one saved with the network."
+    delta = float(next(iter(posterior.delta().values())))
+    return f"Posterior: from the curvature at these weights, under an assumed prior precision of {delta:g}."
+
+
+def scoring(setting: Setting) -> dict[str, Any]:
+    """What the criterion needs beside the model and a posterior, as arguments of :func:`shaver.score`."""
+    chosen, data = criteria.get(setting.criterion), setting.data
+    given: dict[str, Any] = {"likelihood": setting.likelihood, "seed": setting.options.seed}
+    if "batches" in chosen.needs:
+        if data is not None:
+            given["batches"] = _training_batches(data, setting.options.samples)
+        elif chosen.example_suffices and setting.example is not None:
+            given["example"] = setting.example
+        else:
+            shape = " Or give --input-shape, such as --input-shape 1 28 28." if chosen.example_suffices else ""
+            raise ValueError(f"--criterion {chosen.name} needs data: {how_to_give_data()}.{shape}")
+    return given
+
+
+def _training_batches(data: Data, samples: int | None) -> Iterable[Any]:
+    """All of them, or the first of a shuffled order that hold about so many samples."""
+    if samples is None:
+        return data.train.batches
+    share = samples / data.train.data_size
+    return list(islice(data.train.batches, max(1, math.ceil(share * data.train.count))))

@@ -1,0 +1,1 @@
+"""What is run: recipes, the networks and data they are made of, and how long they take."""

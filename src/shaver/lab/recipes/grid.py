@@ -1,0 +1,167 @@
+"""A recipe as a list of cells: one trained network, pruned in one way, each with the name that its contents give it."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from shaver.lab.recipes.recipe import Recipe, Stage, Task
+
+#: Data sets whose split into training and test follows the seed; the others have a split of their own.
+_SPLIT_BY_SEED = ("cancer", "digits")
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything a trained network depends on but the code; plain values.
+
+    Attributes:
+        network: Name and options for :func:`shaver.lab.recipes.language.build_network`.
+        data: Name, seed of the split, augmentation and number of samples; for texts as
+            :func:`shaver.lab.recipes.language.load_reviews` takes them.
+        fit: Options of :func:`shaver.fit`; for L1, a coefficient of ``None`` is searched for.
+        labels: Method, prior, structure, source and seed, as they stand in the results.
+        temperature: Of the likelihood.
+        source: Of a curvature estimate after training.
+        online: Sparsity to reach while training, or ``None``.
+        curves: Whether the test data are measured after each epoch.
+    """
+
+    network: dict[str, Any]
+    data: dict[str, Any]
+    fit: dict[str, Any]
+    labels: dict[str, Any]
+    temperature: float
+    source: str
+    online: float | None
+    curves: bool
+
+    @property
+    def key(self) -> str:
+        """Sixteen letters that other settings do not have."""
+        return _digest(asdict(self))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One trained network and one way to prune it: what one process does.
+
+    Attributes:
+        task: Name of the task, for people.
+        training: The network.
+        stage: The pruning.
+    """
+
+    task: str
+    training: Training
+    stage: Stage
+
+    @property
+    def key(self) -> str:
+        """The name of the cell's folder: a hash of everything but the code and the recipe that asked for it."""
+        return _digest({"training": asdict(self.training), "stage": asdict(self.stage)})
+
+    @property
+    def label(self) -> str:
+        """One line for people."""
+        named = self.training.labels
+        parts = [self.task, named["method"], named["prior"], f"{named['structure']} {named['source']}".strip()]
+        if self.stage.name != "posthoc":
+            parts.append(
+                self.stage.name if self.training.online is None else f"online {100 * self.training.online:g} %"
+            )
+        return ", ".join(filter(None, parts)) + f", seed {named['seed']}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, the contents of the cell's ``config.json``."""
+        return {"task": self.task, "training": asdict(self.training), "stage": asdict(self.stage)}
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> "Cell":
+        """Undo :meth:`as_dict`, also after JSON."""
+        stage: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in plain["stage"].items()
+        }
+        return cls(plain["task"], Training(**plain["training"]), Stage(**stage))
+
+
+def cells_of(recipe: Recipe) -> list[Cell]:
+    """The cells of a recipe, seed by seed, so that an interrupted study has whole seeds rather than whole methods."""
+    found: dict[str, Cell] = {}
+    for seed in range(recipe.first_seed, recipe.first_seed + recipe.seeds):
+        for task, (method, prior, curvature), stage in product(recipe.tasks, _trainings(recipe), recipe.stages):
+            for target in stage.sparsities if stage.name == "online" else (None,):
+                if target is not None and method == "l1":
+                    continue  # L1 makes its own zeros; there is nothing to schedule
+                if stage.name == "two-steps" and method != "map":
+                    continue  # it stands in for SpaM where that was not trained with
+                training = _training(task, method, prior, curvature, seed, target, recipe.curves)
+                done = stage if target is None else _online_stage(stage, target)
+                cell = Cell(task.name, training, done)
+                found[cell.key] = cell
+    return list(found.values())
+
+
+def _online_stage(stage: Stage, target: float) -> Stage:
+    return Stage("online", stage.criteria, (target,))
+
+
+def _trainings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    for method in recipe.methods:
+        if method != "spam":
+            yield method, "", ""
+            continue
+        yield from (("spam", *pair) for pair in product(recipe.priors, recipe.curvatures))
+
+
+def _training(
+    task: Task, method: str, prior: str, curvature: str, seed: int, online: float | None, curves: bool
+) -> Training:
+    structure, _, source = curvature.partition("-")
+    options: dict[str, Any] = {
+        "method": method,
+        "epochs": task.epochs,
+        "batch_size": task.batch_size,
+        "optimizer": task.optimizer,
+        "lr": task.lr,
+        "seed": seed,
+    }
+    if method == "spam":
+        options["spam"] = {"prior": prior, "structure": structure, **_learning(task, structure, source), **task.spam}
+    if method == "l1":
+        options["l1"] = None
+    data = {"name": task.data, "augment": task.augment, "samples": task.samples}
+    data["seed"] = seed if task.data in _SPLIT_BY_SEED else 0
+    if task.length is not None:
+        data |= {"length": task.length, "test_samples": task.test_samples, "scored": task.scored}
+    labels = {"method": method, "prior": prior, "structure": structure, "source": source, "seed": seed}
+    return Training(task.network, data, options, labels, task.temperature, task.source, online, curves)
+
+
+def _learning(task: Task, structure: str, source: str) -> dict[str, Any]:
+    """SpaM's settings: the paper's algorithm at its scale, our defaults at ours."""
+    if task.scale == "paper":
+        return {
+            "source": source,
+            "online": False,
+            "burn_in": task.burn_in,
+            "frequency": task.frequency,
+            "freeze": 1.0,
+            "shrink": 0.0,
+            "proximal": False,
+            "method": "gradient",
+            "temperature": task.temperature,
+        }
+    settings: dict[str, Any] = {"source": source, "temperature": task.temperature}
+    if structure == "kron" or source == "ggn":  # between epochs: there is no online form of these
+        settings |= {"online": False, "burn_in": task.burn_in, "frequency": task.frequency, "shrink": 0.0}
+        if task.epochs - task.burn_in < 2:  # a single estimate comes at the very end
+            settings["freeze"] = 1.0
+    return settings
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

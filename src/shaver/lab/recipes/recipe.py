@@ -1,0 +1,263 @@
+"""What an experiment is: tasks (a network on its data), and recipes (which trainings and prunings of which tasks)."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from shaver.naming import check_name
+
+SCALES = ("cpu", "paper")
+METHODS = ("map", "spam", "l1")
+PRIORS = ("parameter", "unit", "layer", "scalar")
+#: Structure and source of SpaM's curvature. Diagonal MC and EF come from training's own passes at ``cpu`` scale;
+#: the others, and all at ``paper`` scale, are estimated between epochs.
+CURVATURES = ("diag-mc", "diag-ef", "diag-ggn", "kron-mc", "kron-ef", "kron-ggn")
+STAGES = ("posthoc", "finetuned", "online", "structured", "two-steps")
+#: The paper's ten sparsities, and three beyond.
+SPARSITIES = (0.20, 0.40, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.97, 0.98, 0.99, 0.995)
+#: Every registered criterion, in the order of the tables.
+CRITERIA = ("opd", "obd", "magnitude", "snip", "grasp", "synflow", "wanda", "random")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One way to prune a trained network, and where.
+
+    Attributes:
+        name: ``"posthoc"`` (after training, no more), ``"finetuned"`` (then trained on with the masks held),
+            ``"online"`` (while training, one training for each sparsity), ``"structured"`` (whole units, compacted),
+            ``"two-steps"`` (MAP networks, by the posterior of two SpaM steps after training).
+        criteria: Which criteria; online pruning has its own (OPD with SpaM, else magnitude).
+        sparsities: Shares to remove.
+        epochs: Of fine-tuning, at the task's learning rate divided by 10.
+    """
+
+    name: str = "posthoc"
+    criteria: tuple[str, ...] = CRITERIA
+    sparsities: tuple[float, ...] = SPARSITIES
+    epochs: int = 0
+
+    def __post_init__(self) -> None:
+        check_name("stage", self.name, STAGES)
+        for criterion in self.criteria:
+            check_name("criterion", criterion, CRITERIA)
+        if not self.sparsities or not all(0 < s < 1 for s in self.sparsities):
+            raise ValueError(
+                f"sparsities are shares between 0 and 1 (0.95 for 95 %), at least one, not {list(self.sparsities)}."
+            )
+        if self.epochs < (1 if self.name == "finetuned" else 0):
+            raise ValueError(f"epochs of fine-tuning must be 1 or more, not {self.epochs}.")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network on its data, and how it is trained at one scale.
+
+    Attributes:
+        name: Such as ``"lenet-mnist"``.
+        title: For people.
+        scale: ``"cpu"`` or ``"paper"``.
+        note: What is smaller than in the paper; empty at ``paper`` scale.
+        network: Name and options for :func:`shaver.lab.recipes.language.build_network`.
+        data: Name for :func:`shaver.data.load`.
+        samples: Train on so many samples, drawn once; ``None`` is all.
+        augment: Shift and mirror training images.
+        epochs: Passes over the training data.
+        batch_size: Samples a step.
+        optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``.
+        lr: Its learning rate.
+        temperature: T; the paper's "Temp. 5" counts the data five times, which is T = 0.2.
+        source: Of curvature estimates between epochs, and of the one that gives MAP networks their OPD scores.
+        burn_in: Epochs before the first estimate, where it is made between epochs.
+        frequency: Epochs between two of them.
+        epoch_seconds: One MAP epoch on one core of the machine that ``shaver list`` speaks of; 0 is unknown.
+        pass_seconds: One pass over the test data there.
+        length: Tokens of a text that are read; ``None`` for data that are no texts.
+        test_samples: Texts to judge by, drawn once; ``None`` is all.
+        scored: Training texts that are seen by SNIP, GraSP and a curvature estimate after training.
+        spam: Further options of SpaM, for trainings much shorter or longer than those its defaults are made for.
+    """
+
+    name: str
+    title: str
+    scale: str
+    note: str
+    network: dict[str, Any] = field(hash=False)
+    data: str
+    epochs: int
+    batch_size: int = 128
+    optimizer: str = "sgd"
+    lr: float = 0.05
+    samples: int | None = None
+    augment: bool = False
+    temperature: float = 1.0
+    source: str = "ggn"
+    burn_in: int = 0
+    frequency: int = 1
+    epoch_seconds: float = 0.0
+    pass_seconds: float = 0.0
+    length: int | None = None
+    test_samples: int | None = None
+    scored: int = 512
+    spam: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_name("scale", self.scale, SCALES)
+        check_name("optimizer", self.optimizer, ("sgd", "adam", "adamw"))
+        check_name("source", self.source, ("ggn", "ef", "mc"))
+        for name in ("epochs", "batch_size", "samples", "frequency", "length", "test_samples", "scored"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, not {value}.")
+        if self.lr <= 0:
+            raise ValueError(f"lr must be positive, not {self.lr}.")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment: a grid of trainings, and the prunings of each trained network.
+
+    Example:
+        >>> recipe = shaver.lab.get_recipe("lenet-mnist", "cpu")
+        >>> recipe.override(epochs=5, seeds=1, priors=("parameter", "unit"))
+
+    Attributes:
+        name: What ``shaver run`` takes.
+        title: For people.
+        paper: The tables and figures of the paper that it stands for.
+        scale: ``"cpu"`` or ``"paper"``.
+        tasks: The networks and data.
+        methods: How they are trained: ``"map"``, ``"spam"``, ``"l1"``.
+        priors: SpaM's priors.
+        curvatures: SpaM's curvatures, see :data:`CURVATURES`.
+        seeds: How many seeds, from ``first_seed`` on.
+        first_seed: The first.
+        stages: How the networks are pruned.
+        curves: Measure the test data after each epoch, for training curves; nothing is chosen by it.
+    """
+
+    name: str
+    title: str
+    paper: str
+    scale: str
+    tasks: tuple[Task, ...]
+    methods: tuple[str, ...] = ("map", "spam")
+    priors: tuple[str, ...] = ("parameter",)
+    curvatures: tuple[str, ...] = ("diag-mc",)
+    seeds: int = 3
+    first_seed: int = 0
+    stages: tuple[Stage, ...] = (Stage(),)
+    curves: bool = True
+
+    def __post_init__(self) -> None:
+        for kind, given, valid in (
+            ("method", self.methods, METHODS),
+            ("prior", self.priors, PRIORS),
+            ("curvature", self.curvatures, CURVATURES),
+        ):
+            if not given:
+                raise ValueError(f"recipe {self.name!r} needs at least one {kind}.")
+            for one in given:
+                check_name(kind, one, valid)
+        if self.seeds < 1 or self.first_seed < 0:
+            raise ValueError(
+                f"seeds must be 1 or more and first_seed 0 or more, not {self.seeds} and {self.first_seed}."
+            )
+        if not self.tasks or not self.stages:
+            raise ValueError(f"recipe {self.name!r} needs at least one task and one stage.")
+        if "l1" in self.methods and any(task.length for task in self.tasks):
+            raise ValueError(f"recipe {self.name!r} trains language models, which is done by map and spam, not by l1.")
+
+    @property
+    def note(self) -> str:
+        """What is smaller than in the paper, task by task; empty at ``paper`` scale."""
+        notes = [f"{task.title}: {task.note}" if len(self.tasks) > 1 else task.note for task in self.tasks if task.note]
+        return "; ".join(notes)
+
+    def override(self, **given: Any) -> "Recipe":
+        """The recipe with some settings changed; ``None`` leaves a setting as it is.
+
+        Args:
+            given: Fields of :class:`Recipe`; fields of :class:`Task` (``epochs``, ``batch_size``, ``optimizer``,
+                ``lr``, ``samples``), for every task; ``length``, ``test_samples``, ``scored``, ``weights`` and
+                ``vocabularies`` (folders), for language models; ``criteria`` and ``sparsities``, for every stage;
+                ``tuning_epochs``; and ``tasks`` and ``stages`` by name, which choose among the recipe's own.
+
+        Raises:
+            ValueError: An unknown setting, or an impossible value.
+        """
+        given = {name: value for name, value in given.items() if value is not None}
+        tasks, stages = self.tasks, self.stages
+        if "tasks" in given:
+            tasks = _choose("task", given.pop("tasks"), tasks, self.name)
+        if "stages" in given:
+            stages = _choose("stage", given.pop("stages"), stages, self.name)
+        of_text = {key: given[key] for key in (*_TEXT_SETTINGS, *_FOLDERS) if key in given}
+        if of_text and not all(task.length for task in tasks):
+            raise ValueError(f"recipe {self.name!r} reads no texts, so {', '.join(of_text)} has no effect.")
+        folders = {key: str(given.pop(key)) for key in _FOLDERS if key in given}
+        if folders:
+            tasks = tuple(_with_folders(task, folders) for task in tasks)
+        of_task = {key: given.pop(key) for key in (*_TASK_SETTINGS, *_TEXT_SETTINGS) if key in given}
+        if of_task:
+            tasks = tuple(replace(task, **of_task, note=_noted(task, of_task)) for task in tasks)
+        of_stage: dict[str, Any] = {key: tuple(given.pop(key)) for key in ("criteria", "sparsities") if key in given}
+        tuning = given.pop("tuning_epochs", None)
+        stages = tuple(replace(stage, **of_stage) for stage in stages)
+        if tuning is not None:
+            if not any(stage.epochs for stage in stages):
+                raise ValueError(f"recipe {self.name!r} fine-tunes nothing, so tuning_epochs has no effect.")
+            stages = tuple(replace(s, epochs=tuning) if s.epochs else s for s in stages)
+        own = ("methods", "priors", "curvatures", "seeds", "first_seed", "curves")
+        for name in given:
+            known = [*own, *_TASK_SETTINGS, *_TEXT_SETTINGS, *_FOLDERS, "criteria", "sparsities", "tasks", "stages"]
+            check_name("setting", name, known)
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        }
+        return replace(self, tasks=tasks, stages=stages, **plain)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as they are saved with the run."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} ({self.scale}): {self.title}; in the paper {self.paper}"]
+        for task in self.tasks:
+            settings = f"{task.epochs} epochs, batch {task.batch_size}, {task.optimizer} at {task.lr:g}"
+            lines.append(f"  {task.name}: {task.network} on {task.data}, {settings}")
+            lines += [f"    smaller than the paper: {task.note}"] if task.note else []
+        grid = (self.methods, self.priors, self.curvatures)
+        lines.append("  " + " × ".join(" ".join(part) for part in grid) + f" × {self.seeds} seeds")
+        for stage in self.stages:
+            shares = " ".join(f"{100 * s:g}" for s in stage.sparsities)
+            tuned = f", {stage.epochs} epochs of fine-tuning" if stage.epochs else ""
+            lines.append(f"  {stage.name}: {' '.join(stage.criteria)} at {shares} %{tuned}")
+        return "\n".join(lines)
+
+
+_TASK_SETTINGS = ("epochs", "batch_size", "optimizer", "lr", "samples")
+_TEXT_SETTINGS = ("length", "test_samples", "scored")
+_FOLDERS = ("weights", "vocabularies")
+_PRETRAINED = ("distilbert", "gpt2")
+
+
+def _noted(task: Task, changed: dict[str, Any]) -> str:
+    """The note with what the command line changed, so that no output hides it."""
+    parts = [f"{name}={value}" for name, value in changed.items() if getattr(task, name) != value]
+    return ", ".join(filter(None, [task.note, *parts]))
+
+
+def _with_folders(task: Task, folders: dict[str, str]) -> Task:
+    """The task with local folders; a network that should be pretrained and is not says so."""
+    network = {**task.network, **folders}
+    untrained = network["name"] in _PRETRAINED and "weights" not in network
+    note = ", ".join(filter(None, [task.note, "random instead of pretrained weights"])) if untrained else task.note
+    return replace(task, network=network, note=note)
+
+
+def _choose(kind: str, wanted: Iterable[str], among: tuple[Any, ...], recipe: str) -> tuple[Any, ...]:
+    by_name = {one.name: one for one in among}
+    return tuple(by_name[check_name(f"{kind} of {recipe!r}", name, by_name)] for name in wanted)

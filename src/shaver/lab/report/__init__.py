@@ -1,0 +1,1 @@
+"""Showing what runs found: tables, figures, the page."""

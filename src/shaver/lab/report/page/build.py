@@ -1,0 +1,377 @@
+"""Puts the page together: template, style and script from beside this file, numbers and tables from the results."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from shaver import __version__
+from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, varying_costs
+from shaver.lab.report.histories import QUANTITIES, History
+from shaver.lab.report.page.parts import bars, card, facts, panel, picture, section, sheet_table
+from shaver.lab.report.sheets import (
+    kept,
+    main_criterion,
+    percent,
+    quality_sheet,
+    scoring_sheet,
+    size_sheet,
+    training_sheet,
+)
+from shaver.lab.report.summary import (
+    CRITERION_NAMES,
+    METHOD_NAMES,
+    METRICS,
+    STAGE_NAMES,
+    Curve,
+    Estimate,
+    Experiment,
+    in_order,
+    training_of,
+)
+from shaver.lab.report.times import scoring_times, training_label, training_times
+
+#: Bytes of the whole page.
+LIMIT = 3_000_000
+#: Bytes of all pictures together; those beyond are named.
+_PICTURES = 1_500_000
+#: What the page tells of a ``study.json``, and under which name. The rest (the list of cells) is for programs.
+_FACTS = {
+    "seeds": "seeds", "versions": "versions", "machine": "machine", "started": "started", "seconds": "seconds in all",
+    "code": "code",
+}  # fmt: skip
+_SHORT = {"accuracy": "Accuracy", "nll": "NLL", "ece": "ECE", "brier": "Brier"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run folder: where it is, what its ``study.json`` says, and the pictures in it."""
+
+    folder: Path
+    study: Mapping[str, Any] = field(default_factory=dict)
+    pictures: Sequence[Path] = ()
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The recipe of the run; empty if the run does not say."""
+        found = self.study.get("recipe")
+        return found if isinstance(found, Mapping) else {"name": found} if found else {}
+
+    @property
+    def name(self) -> str:
+        """The recipe's name, or the folder's."""
+        return str(self.recipe.get("name") or self.folder.resolve().name)
+
+
+def render_page(
+    experiments: Sequence[Experiment], histories: Sequence[History], sources: Sequence[Source], scale: str
+) -> str:
+    """The whole page as text.
+
+    Args:
+        experiments: What was measured.
+        histories: Training curves.
+        sources: The runs behind it.
+        scale: ``"cpu"`` or ``"paper"``.
+
+    Returns:
+        At most :data:`LIMIT` bytes: from a larger page, first the tables of all measures but accuracy are left out,
+        then the pictures; the page says so.
+
+    Raises:
+        ValueError: Even so it is too large.
+    """
+    for fewer, bare in ((False, False), (True, False), (True, True)):
+        page = _render(experiments, histories, sources, scale, fewer, bare)
+        if len(page.encode()) <= LIMIT:
+            return page
+    raise ValueError(f"a page of {len(experiments)} experiments is larger than {LIMIT:,} bytes; report them apart.")
+
+
+def _render(
+    experiments: Sequence[Experiment],
+    histories: Sequence[History],
+    sources: Sequence[Source],
+    scale: str,
+    fewer_tables: bool,
+    no_pictures: bool,
+) -> str:
+    assets = files("shaver.lab.report.page")
+    parts = {
+        "curves": ("Curves", _curves(experiments)),
+        "pareto": ("Cost", _pareto(experiments)),
+        "training": ("Training", _training(experiments, histories)),
+        "tables": ("Tables", _tables(experiments, fewer_tables)),
+        "pictures": ("Filters", _pictures(sources, 0 if no_pictures else _PICTURES)),
+        "times": ("Times", _times(experiments)),
+        "reproduce": ("Reproduce", _reproduce(sources)),
+    }
+    shown = {key: part for key, part in parts.items() if part[1]}
+    title = _heading(experiments, sources)
+    values = {
+        "title": escape(f"{title} · shaver"),
+        "version": escape(__version__),
+        "nav": "".join(f'<a href="#{key}">{name}</a>' for key, (name, _) in shown.items()),
+        "header": _header(title, experiments, sources, scale),
+        "sections": "\n".join(text for _, text in shown.values()),
+        "sources": escape(", ".join(dict.fromkeys(source.folder.name or str(source.folder) for source in sources))),
+        "data": _json(_data(experiments, histories)),
+        "css": (assets / "page.css").read_text(encoding="utf-8"),
+        "script": (assets / "page.js").read_text(encoding="utf-8"),
+    }
+    page = (assets / "template.html").read_text(encoding="utf-8")
+    pieces = page.split("{{")  # once through the template: values that contain braces stay as they are
+    out = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        out += [values[name], rest]
+    return "".join(out)
+
+
+def _heading(experiments: Sequence[Experiment], sources: Sequence[Source]) -> str:
+    titles = list(dict.fromkeys(str(source.recipe.get("title") or "") for source in sources))
+    if len(experiments) == 1:
+        return experiments[0].title
+    if len(titles) == 1 and titles[0]:
+        return titles[0]
+    return "How far can these networks be shaved?"
+
+
+def _header(title: str, experiments: Sequence[Experiment], sources: Sequence[Source], scale: str) -> str:
+    networks = len({(e.recipe, e.task, training_of(row), str(row["seed"])) for e in experiments for row in e.rows})
+    methods = in_order((t.method for e in experiments for t in e.trainings), METHOD_NAMES)
+    criteria = in_order(c for e in experiments for c in e.criteria)
+    sparsities = {s for e in experiments for s in e.sparsities()}
+    trained = " and ".join(", ".join(METHOD_NAMES.get(m, m) for m in methods).rsplit(", ", 1))
+    lead = (
+        f"{networks} networks, trained by {trained}, pruned by {_count(len(criteria), 'criterion', 'criteria')} to "
+        f"{_count(len(sparsities), 'sparsity', 'sparsities')} of up to {percent(max(sparsities, default=0.0))} %, "
+        "and measured on test data each time."
+    )
+    notes = [
+        f"{task['title']}: {task['note']}"
+        for source in sources
+        for task in source.recipe.get("tasks") or ()
+        if isinstance(task, Mapping) and task.get("note")
+    ]
+    listed = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
+    about = {
+        "cpu": "This is <b>cpu scale</b>: small enough for two cores, and not the paper’s setting.",
+        "paper": "This is <b>paper scale</b>: the hyper-parameters of the paper.",
+    }.get(scale, f"Scale: <b>{escape(scale)}</b>.")
+    cards = [text for e in experiments if (text := _card(e))]
+    summary = ""
+    if cards:
+        summary = (
+            '<h3 class="of-cards">How much can go before accuracy falls by more than one point</h3>'
+            f'<div class="cards">{"".join(cards)}</div>'
+        )
+    return (
+        f'<header id="top"><p class="eyebrow">shaver study</p><h1>{escape(title)}</h1>'
+        f'<p class="lead">{escape(lead)}</p>'
+        f'<div class="scale"><p>{about}</p>{f"<ul>{listed}</ul>" if listed else ""}</div></header>{summary}'
+    )
+
+
+def _card(experiment: Experiment) -> str:
+    reached = kept(experiment)
+    criterion = main_criterion(experiment)
+    return card(experiment.title, CRITERION_NAMES.get(criterion, criterion), reached) if reached else ""
+
+
+def _curves(experiments: Sequence[Experiment]) -> str:
+    if not any(e.curves for e in experiments):
+        return ""
+    controls = [
+        ("select", "experiment", "Network", "half"),
+        ("chips", "metric", "Measure", "half"),
+        ("chips", "method", "Trained by", "half"),
+        ("chips", "stage", "Pruned", "half"),
+        ("chips", "criterion", "Criterion", ""),
+        ("chips", "prior", "SpaM’s prior", ""),
+        ("chips", "curvature", "Curvature", ""),
+        ("colour", "colour", "Colour by", "half"),
+    ]
+    hint = "Point at a curve, or focus the picture and use the arrow keys. Bands are standard errors over seeds."
+    return section(
+        "curves",
+        "Quality over sparsity",
+        "What is left of a network’s quality when the given share of its weights is removed.",
+        panel("curves", controls, hint),
+    )
+
+
+def _pareto(experiments: Sequence[Experiment]) -> str:
+    if not any(varying_costs(e) for e in experiments):
+        return ""
+    return section(
+        "pareto",
+        "Quality against cost",
+        "Every pruned network as one mark; filled marks are trained by SpaM. To the upper left is better.",
+        panel("pareto", [("select", "experiment", "Network", "half"), ("chips", "cost", "Cost", "half")], ""),
+    )
+
+
+def _training(experiments: Sequence[Experiment], histories: Sequence[History]) -> str:
+    if not any(h.belongs_to(e) for h in histories for e in experiments):
+        return ""
+    controls = [("select", "experiment", "Network", "half"), ("chips", "quantity", "Show", "")]
+    return section(
+        "training",
+        "While training",
+        "Means over seeds. The evidence decides how many weights the data pay for.",
+        panel("training", controls, ""),
+    )
+
+
+def _tables(experiments: Sequence[Experiment], left_out: bool) -> str:
+    out, more = [], []
+    for experiment in experiments:
+        for metric in METRICS:
+            if (sheet := quality_sheet(experiment, metric)) is None:
+                continue
+            if metric is METRICS[0]:
+                out.append(sheet_table(sheet))
+            else:
+                more.append(f"<details><summary>{escape(sheet.title)}</summary>{sheet_table(sheet)}</details>")
+    if left_out:
+        more = [f'<p class="note">{escape(", ".join(m.title for m in METRICS[1:]))}: too long for this page.</p>']
+    text = "Bold is the best of a column, shaded the best training for a criterion. Below each mean its standard error."
+    return section("tables", "Tables", text, "".join([*out, *more])) if out or more else ""
+
+
+def _pictures(sources: Sequence[Source], room: int) -> str:
+    shown, left, used = [], [], 0
+    for path in (path for source in sources for path in source.pictures):
+        size = path.stat().st_size
+        if used + size * 4 // 3 > room:
+            left.append(path.name)
+            continue
+        used += size * 4 // 3
+        shown.append(picture(path))
+    if not shown and not left:
+        return ""
+    rest = f'<p class="note">Too large for this page: {escape(", ".join(left))}.</p>' if left else ""
+    text = "What the razor leaves of the weights themselves."
+    return section("pictures", "Filters", text, f'<div class="pictures">{"".join(shown)}</div>{rest}')
+
+
+def _times(experiments: Sequence[Experiment]) -> str:
+    trained, scored = training_times(experiments), scoring_times(experiments)
+    out = []
+    if trained.bars:
+        slots = {"map": 7, "l1": 2, "spam": 0}
+        rows = [(label, found, slots.get(kind, 8)) for label, found, kind in trained.bars]
+        out.append(f"<h3>{escape(trained.title)}</h3>{bars(rows, trained.show)}")
+    if scored.bars:
+        rows = [(label, found, _slot(kind)) for label, found, kind in scored.bars]
+        out.append(f"<h3>{escape(scored.title)}</h3>{bars(rows, scored.show)}")
+    sheets = [training_sheet(experiments), scoring_sheet(experiments)]
+    sheets += [size_sheet(experiment) for experiment in experiments if experiment.criteria]
+    out += [sheet_table(sheet) for sheet in sheets if sheet is not None]
+    return section("times", "Times and sizes", "Measured on the machine named below.", "".join(out)) if out else ""
+
+
+def _reproduce(sources: Sequence[Source]) -> str:
+    out = []
+    for source in sources:
+        heading = f"<h3>{escape(source.name)}</h3>" if len(sources) > 1 else ""
+        command = source.study.get("command")
+        if isinstance(command, list | tuple) and command:
+            command = shlex.join([Path(str(command[0])).name, *map(str, command[1:])])
+        code = f"<pre><code>{escape(str(command))}</code></pre>" if command else ""
+        known = {key: source.study[key] for key in _FACTS if source.study.get(key)}
+        if isinstance(known.get("machine"), Mapping):
+            known["machine"] = {key: value for key, value in known["machine"].items() if key != "host"}
+        out.append(heading + code + facts({_FACTS[key]: value for key, value in known.items()}))
+        if source.recipe:
+            text = escape(json.dumps(source.recipe, indent=2, ensure_ascii=False, default=str))
+            out.append(f"<details><summary>Every setting of {escape(source.name)}</summary><pre>{text}</pre></details>")
+    text = "The same seeds give the same numbers on the same versions."
+    return section("reproduce", "How to reproduce", text, "".join(out))
+
+
+def _data(experiments: Sequence[Experiment], histories: Sequence[History]) -> dict[str, Any]:
+    criteria = in_order(c for e in experiments for c in e.criteria)
+    return {
+        "metrics": [
+            {"key": m.key, "title": m.title, "short": _SHORT[m.key], "factor": m.factor, "digits": m.digits}
+            for m in METRICS
+        ],
+        "methods": METHOD_NAMES,
+        "stages": STAGE_NAMES,
+        "criteria": {c: {"name": CRITERION_NAMES.get(c, c), "slot": _slot(c)} for c in criteria},
+        "costs": COSTS,
+        "quantities": QUANTITIES,
+        "experiments": [_experiment_data(e, [h for h in histories if h.belongs_to(e)]) for e in experiments],
+    }
+
+
+def _experiment_data(experiment: Experiment, histories: Sequence[History]) -> dict[str, Any]:
+    costs = varying_costs(experiment)
+    groups: dict[Any, list[History]] = {}
+    for history in histories:
+        groups.setdefault(history.training, []).append(history)
+    order = [t for t in experiment.trainings if t in groups]
+    return {
+        "title": experiment.title,
+        "stages": experiment.stages,
+        "several": len(experiment.trainings) > len(experiment.main_trainings()),
+        "costs": costs,
+        "curves": [_curve_data(curve, costs) for curve in experiment.curves],
+        "histories": [
+            {
+                "label": training_label(t, order),
+                "method": t.method,
+                "y": {
+                    key: [[epoch, _round(value)] for epoch, value in curve]
+                    for key in QUANTITIES
+                    if (curve := History.mean(groups[t], key))
+                },
+            }
+            for t in order
+        ],
+    }
+
+
+def _curve_data(curve: Curve, costs: Sequence[str]) -> dict[str, Any]:
+    spam = curve.training.method == "spam"
+    return {
+        "method": curve.training.method,
+        "criterion": curve.criterion,
+        "prior": curve.training.prior_name if spam else "",
+        "curvature": curve.training.curvature_name if spam else "",
+        "stage": curve.stage,
+        "x": list(curve.points),
+        "y": {
+            key: [_pair(point.get(key)) for point in curve.points.values()]
+            for key in (*(m.key for m in METRICS), *(key for key in costs if changes_cost(curve, key)))
+            if curve.values(key)
+        },
+    }
+
+
+def _pair(found: Estimate | None) -> list[float | None] | None:
+    return None if found is None else [_round(found.mean), None if found.error is None else _round(found.error)]
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _slot(criterion: str) -> int:
+    return list(COLOURS).index(criterion) if criterion in COLOURS else len(COLOURS)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _json(value: object) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

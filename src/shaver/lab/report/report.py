@@ -1,0 +1,119 @@
+"""``shaver report``: run folders in; tables, figures and one page out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from shaver.io import write_text
+from shaver.lab.report.figures import write_figures
+from shaver.lab.report.formats import FORMATS
+from shaver.lab.report.histories import History, read_histories
+from shaver.lab.report.page import Source, render_page
+from shaver.lab.report.sheets import Sheet, quality_sheet, scoring_sheet, size_sheet, summary_sheet, training_sheet
+from shaver.lab.report.summary import METRICS, Experiment, experiments
+from shaver.lab.report.tables import comma_separated, latex, markdown, terminal
+from shaver.lab.run.results import load_runs, read_study
+from shaver.lab.run.sweep import Row
+from shaver.naming import check_name
+
+PAGE = "report.html"
+_FILES = {"markdown": (".md", markdown), "csv": (".csv", comma_separated), "latex": (".tex", latex)}
+
+
+@dataclass(frozen=True)
+class Study:
+    """One or more run folders, read.
+
+    Attributes:
+        experiments: What was measured.
+        histories: Training curves.
+        sources: The folders.
+        scale: The one scale of all of them.
+    """
+
+    experiments: Sequence[Experiment]
+    histories: Sequence[History]
+    sources: Sequence[Source]
+    scale: str
+
+
+def read_runs(folders: Sequence[Path]) -> Study:
+    """Read run folders for a report.
+
+    Raises:
+        FileNotFoundError: A folder is not there or no run.
+        ValueError: There are no results, or two scales that must not stand in one table.
+    """
+    if not folders:
+        raise ValueError("a report needs at least one run folder, such as runs/lenet-mnist-cpu.")
+    unique = list({folder.resolve(): folder for folder in folders}.values())
+    rows: list[Row] = []
+    scales: dict[str, list[str]] = {}
+    sources: list[Source] = []
+    histories: list[History] = []
+    titles: dict[tuple[str, str], str] = {}
+    for folder in unique:
+        own: list[Row] = load_runs(folder).to_dict("records")
+        if not own:
+            raise ValueError(f"{folder} has results without a single row; `shaver run` with its recipe makes them.")
+        rows += own
+        for scale in dict.fromkeys(row["scale"] for row in own):
+            scales.setdefault(scale, []).append(str(folder))
+        source = Source(folder, read_study(folder), tuple(sorted((folder / "pictures").glob("*.svg"))))
+        sources.append(source)
+        histories += read_histories(folder, source.name, source.study.get("cells") or ())
+        tasks = source.recipe.get("tasks") or ()
+        titles |= {(source.name, task["name"]): task["title"] for task in tasks if "title" in task}
+    if len(scales) > 1:
+        what = "; ".join(f"{scale}: {', '.join(where)}" for scale, where in scales.items())
+        raise ValueError(f"runs of different scales do not belong in one table ({what}); report them apart.")
+    return Study(experiments(rows, titles), histories, sources, next(iter(scales)))
+
+
+def sheets_of(study: Study) -> list[Sheet]:
+    """Every table of a report."""
+    found: list[Sheet | None] = [summary_sheet(study.experiments)]
+    found += [quality_sheet(e, metric) for e in study.experiments for metric in METRICS]
+    found += [size_sheet(experiment) for experiment in study.experiments if experiment.criteria]
+    found += [training_sheet(study.experiments), scoring_sheet(study.experiments)]
+    return [sheet for sheet in found if sheet is not None]
+
+
+def write_report(
+    folders: Sequence[Path], out: Path | None = None, *, formats: Sequence[str] = FORMATS, console: Console
+) -> list[Path]:
+    """Write the report of one or more runs.
+
+    Args:
+        folders: Folders of ``shaver run`` or of the demo.
+        out: Where files go; one run's report goes beside its results, that of several into ``report``.
+        formats: Which of :data:`~shaver.lab.report.formats.FORMATS`.
+        console: For the tables in the terminal: the summary and those of accuracy.
+
+    Returns:
+        The files that were written: ``tables/``, ``figures/`` and ``report.html``.
+    """
+    for name in formats:
+        check_name("format", name, FORMATS)
+    study = read_runs(folders)
+    place = out or (study.sources[0].folder if len(study.sources) == 1 else Path("report"))
+    sheets = sheets_of(study)
+    if "terminal" in formats:
+        accuracy = (quality_sheet(experiment, METRICS[0]) for experiment in study.experiments)
+        for shown in (summary_sheet(study.experiments), *accuracy):
+            if shown is not None:
+                console.print(terminal(shown, console.width))
+    written = []
+    for name in (name for name in _FILES if name in formats):
+        suffix, render = _FILES[name]
+        for sheet in sheets:
+            written.append(place / "tables" / f"{sheet.name}{suffix}")
+            write_text(written[-1], render(sheet))
+    if drawn := [name for name in ("svg", "png") if name in formats]:
+        written += write_figures(study.experiments, study.histories, place / "figures", drawn)
+    if "html" in formats:
+        written.append(place / PAGE)
+        write_text(written[-1], render_page(study.experiments, study.histories, study.sources, study.scale))
+    return written

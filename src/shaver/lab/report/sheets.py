@@ -1,0 +1,321 @@
+"""Tables before they are written: labels, columns and entries, in the paper's layout."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shaver.lab.report.summary import (
+    CRITERION_NAMES,
+    METHOD_NAMES,
+    STAGE_NAMES,
+    Estimate,
+    Experiment,
+    Metric,
+    Training,
+    in_order,
+)
+from shaver.lab.report.times import duration, scoring_seconds, training_numbers
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A number in a table.
+
+    Attributes:
+        text: As it is printed.
+        short: The same for a narrow terminal.
+        error: The standard error as it is printed; empty for a single seed.
+        value: The number itself, for programs; ``None`` in an empty cell.
+        spread: The standard error itself.
+        best: Nothing in its column prints better.
+        leads: The best training for its criterion, where there are several.
+    """
+
+    text: str
+    short: str = ""
+    error: str = ""
+    value: float | None = None
+    spread: float | None = None
+    best: bool = False
+    leads: bool = False
+
+
+EMPTY = Entry("–", "–")
+_TRAINING = ("training", "prior", "curvature")
+_Show = tuple[str, Callable[[float], str]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: its labels, then an entry for each column."""
+
+    labels: tuple[str, ...]
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table.
+
+    Attributes:
+        name: For file names.
+        title: Says what the numbers are.
+        note: How to read them.
+        heads: Titles of the label columns; lines that share the first label belong together.
+        columns: Titles of the entries.
+        over: What the columns have in common, such as “sparsity, %”; empty if nothing.
+        lines: The lines.
+    """
+
+    name: str
+    title: str
+    note: str
+    heads: tuple[str, ...]
+    columns: tuple[str, ...]
+    over: str
+    lines: tuple[Line, ...]
+
+
+def percent(share: float) -> str:
+    """A sparsity as the head of a column: 0.995 → “99.5”."""
+    return f"{round(100 * share, 2):g}"
+
+
+def quality_sheet(experiment: Experiment, metric: Metric) -> Sheet | None:
+    """Lines for criterion × training (× prior × curvature × stage), columns for sparsities, as in the paper.
+
+    Labels that are the same on every line are left out. Returns ``None`` if nothing has the metric.
+    """
+    found = [curve for curve in experiment.curves if curve.values(metric.key)]
+    if not found:
+        return None
+    curves = sorted(found, key=lambda c: experiment.criteria.index(c.criterion))  # stable: one group a criterion
+    sparsities = sorted({s for curve in curves for s in curve.values(metric.key)})
+    lines = [
+        Line(
+            (
+                CRITERION_NAMES.get(curve.criterion, curve.criterion),
+                *_training_labels(experiment, curve.training),
+                STAGE_NAMES.get(curve.stage, curve.stage),
+            ),
+            tuple(_entry(curve.values(metric.key).get(s), metric) for s in sparsities),
+        )
+        for curve in curves
+    ]
+    sheet = Sheet(
+        name=f"{experiment.slug}-{metric.key}",
+        title=f"{experiment.title}: {metric.title}",
+        note=_averaged(sorted({e.count for curve in curves for e in curve.values(metric.key).values()})),
+        heads=("criterion", *_TRAINING, "stage"),
+        columns=tuple("dense" if s == 0 else percent(s) for s in sparsities),
+        over="sparsity, %",
+        lines=tuple(_marked(lines, metric)),
+    )
+    return _without_constant_labels(sheet, keep=2)
+
+
+def kept(experiment: Experiment, drop: float = 0.01) -> dict[str, float]:
+    """By method, the highest sparsity up to which accuracy stays within ``drop`` of the dense network's.
+
+    Pruned post hoc (or as the experiment has it) by :func:`main_criterion`, and all the way: a curve that comes back
+    after a fall does not count.
+    """
+    found: dict[str, float] = {}
+    for training in experiment.main_trainings():
+        for curve in experiment.curves:
+            values = curve.values("accuracy")
+            wanted = (curve.training, curve.criterion) == (training, main_criterion(experiment))
+            if not wanted or 0.0 not in values or training.method in found:
+                continue
+            found[training.method] = 0.0
+            for sparsity, point in values.items():
+                if point.mean < values[0.0].mean - drop - 1e-9:
+                    break
+                found[training.method] = sparsity
+    return found
+
+
+def main_criterion(experiment: Experiment) -> str:
+    """OPD, or the first there is."""
+    return "opd" if "opd" in experiment.criteria else next(iter(experiment.criteria), "")
+
+
+def summary_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
+    """One line an experiment: how much can go."""
+    reached = [(e, kept(e)) for e in experiments]
+    methods = in_order((method for _, found in reached for method in found), METHOD_NAMES)
+    if not methods:
+        return None
+    lines = tuple(
+        Line(
+            (e.title, CRITERION_NAMES.get(main_criterion(e), main_criterion(e))),
+            tuple(Entry(f"{percent(found[m])} %", value=found[m]) if m in found else EMPTY for m in methods),
+        )
+        for e, found in reached
+        if found
+    )
+    return Sheet(
+        name="summary",
+        title="How much can go before accuracy falls by more than one point",
+        note="The highest sparsity measured up to which the mean stays within one point of the dense network’s.",
+        heads=("experiment", "pruned by"),
+        columns=tuple(METHOD_NAMES.get(m, m) for m in methods),
+        over="",
+        lines=lines,
+    )
+
+
+def training_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
+    """Each training with its time, its evidence and the quality of the dense network."""
+    shows: dict[str, _Show] = {
+        "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
+        "nll": ("NLL", "{:.3f}".format),
+        "log_evidence": ("log evidence", "{:,.0f}".format),
+        "epochs": ("epochs", "{:.0f}".format),
+        "train_seconds": ("training", duration),
+    }
+    rows = [(e, t, training_numbers(e, t)) for e in experiments for t in e.trainings]
+    keys = [key for key in shows if any(key in numbers for _, _, numbers in rows)]
+    if "train_seconds" not in keys:
+        return None
+    lines = []
+    for experiment, training, numbers in rows:
+        base = experiment.main_training("map")
+        of_map = training_numbers(experiment, base).get("train_seconds") if base else None
+        own = numbers.get("train_seconds")
+        ratio = Entry(f"{own.mean / of_map.mean:.2f}", value=own.mean / of_map.mean) if own and of_map else EMPTY
+        entries = (*(_plain(numbers.get(key), shows[key][1]) for key in keys), ratio)
+        lines.append(Line((experiment.title, *_training_labels(experiment, training)), entries))
+    sheet = Sheet(
+        name="training",
+        title="Training: what it reached before pruning, and what it took",
+        note="Means over seeds. The last column is the time divided by that of MAP on the same data.",
+        heads=("experiment", *_TRAINING),
+        columns=(*(shows[key][0] for key in keys), "time / MAP"),
+        over="",
+        lines=tuple(lines),
+    )
+    return _without_constant_labels(sheet, keep=2)
+
+
+def scoring_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
+    """How long each criterion takes to score a network."""
+    criteria = in_order(c for e in experiments for c in e.criteria)
+    lines = []
+    for experiment in experiments:
+        found = {c: scoring_seconds(experiment, c) for c in criteria}
+        if any(found.values()):
+            lines.append(Line((experiment.title,), tuple(_plain(found[c], duration) for c in criteria)))
+    if not lines:
+        return None
+    return Sheet(
+        name="scoring",
+        title="Pruning: time to score a network",
+        note="Means over networks. One scoring serves all sparsities.",
+        heads=("experiment",),
+        columns=tuple(CRITERION_NAMES.get(c, c) for c in criteria),
+        over="criterion",
+        lines=tuple(lines),
+    )
+
+
+def size_sheet(experiment: Experiment, sparsity: float = 0.95) -> Sheet | None:
+    """Dense and pruned networks side by side: what is left, how large it is, how long it runs."""
+    shows: dict[str, _Show] = {
+        "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
+        "parameters": ("parameters", "{:,.0f}".format),
+        "nonzeros": ("not zero", "{:,.0f}".format),
+        "bytes": ("bytes", "{:,.0f}".format),
+        "flops": ("FLOPs", "{:,.0f}".format),
+        "latency_ms": ("latency, ms", "{:.3f}".format),
+    }
+    chosen = main_criterion(experiment)
+    rows: list[tuple[tuple[str, ...], Mapping[str, Estimate]]] = []
+    for training in experiment.trainings:
+        labels = _training_labels(experiment, training)
+        if training in experiment.dense:
+            rows.append(((*labels, "dense"), experiment.dense[training]))
+        for curve in experiment.curves:
+            if (curve.training, curve.criterion) == (training, chosen) and sparsity in curve.points:
+                what = f"{percent(sparsity)} %, {STAGE_NAMES.get(curve.stage, curve.stage)}"
+                rows.append(((*labels, what), curve.points[sparsity]))
+    keys = [key for key in shows if any(key in numbers for _, numbers in rows)]
+    if not {"bytes", "flops", "latency_ms", "nonzeros"} & set(keys):
+        return None
+    sheet = Sheet(
+        name=f"{experiment.slug}-size",
+        title=f"{experiment.title}: size and speed, pruned by {CRITERION_NAMES.get(chosen, chosen)}",
+        note="Means over seeds.",
+        heads=(*_TRAINING, "network"),
+        columns=tuple(shows[key][0] for key in keys),
+        over="",
+        lines=tuple(Line(label, tuple(_plain(numbers.get(k), shows[k][1]) for k in keys)) for label, numbers in rows),
+    )
+    return _without_constant_labels(sheet, keep=1)
+
+
+def _training_labels(experiment: Experiment, training: Training) -> tuple[str, str, str]:
+    """The name of the method; prior and curvature only where the method comes with more than one of them."""
+    own = [t for t in experiment.trainings if t.method == training.method]
+    several = len(own) > 1 or training.method == "spam"
+    return (
+        training.method_name,
+        training.prior_name or "–" if several else "–",
+        training.curvature_name or "–" if several else "–",
+    )
+
+
+def _without_constant_labels(sheet: Sheet, keep: int) -> Sheet:
+    """Drop label columns that say the same on every line, the first ``keep`` apart."""
+
+    def informative(i: int) -> bool:
+        return i < keep or len({line.labels[i] for line in sheet.lines} - {"–"}) > 1
+
+    kept = [i for i in range(len(sheet.heads)) if informative(i)]
+    lines = tuple(replace(line, labels=tuple(line.labels[i] for i in kept)) for line in sheet.lines)
+    return replace(sheet, heads=tuple(sheet.heads[i] for i in kept), lines=lines)
+
+
+def _entry(found: Estimate | None, metric: Metric) -> Entry:
+    if found is None:
+        return EMPTY
+    short = metric.text(found.mean, 1 if metric.factor == 100 else 2)
+    short = short.split(".")[0] if len(short) > 4 else short  # four characters a column
+    error = "" if found.error is None else metric.text(found.error)
+    return Entry(metric.text(found.mean), short, error, found.mean, found.error)
+
+
+def _plain(found: Estimate | None, show: Callable[[float], str]) -> Entry:
+    return EMPTY if found is None else Entry(show(found.mean).replace("-", "−"), value=found.mean, spread=found.error)
+
+
+def _marked(lines: Sequence[Line], metric: Metric) -> list[Line]:
+    """Mark the best of each column and of each group; what prints the same is equally good."""
+    sign = -1 if metric.lower_is_better else 1
+    groups: dict[str, list[int]] = {}
+    for i, line in enumerate(lines):
+        groups.setdefault(line.labels[0], []).append(i)
+    marked = [list(line.entries) for line in lines]
+    for column in range(len(lines[0].entries)):
+        best = _top([line.entries[column] for line in lines], sign)
+        for indices in groups.values():
+            leader = _top([lines[i].entries[column] for i in indices], sign) if len(indices) > 1 else None
+            if all(lines[i].entries[column].text == leader for i in indices):
+                leader = None  # nobody leads
+            for i in indices:
+                entry = marked[i][column]
+                if entry.value is not None:
+                    marked[i][column] = replace(entry, best=entry.text == best, leads=entry.text == leader)
+    return [replace(line, entries=tuple(entries)) for line, entries in zip(lines, marked, strict=True)]
+
+
+def _top(entries: Sequence[Entry], sign: int) -> str | None:
+    """How the best of some entries is printed."""
+    filled = [(sign * entry.value, entry.text) for entry in entries if entry.value is not None]
+    return max(filled)[1] if filled else None
+
+
+def _averaged(counts: Sequence[int]) -> str:
+    if counts == [1]:
+        return "One seed."
+    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"Mean ± standard error over {seeds} seeds."

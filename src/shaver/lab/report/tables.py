@@ -1,0 +1,214 @@
+"""Tables as people and programs read them: terminal, Markdown, CSV and LaTeX, the best of each column marked."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shaver.io import write_text
+from shaver.lab.report.sheets import Entry, Line, Sheet
+from shaver.lab.report.summary import METHOD_NAMES
+from shaver.lab.run.sweep import Row
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "–": "--",
+    "−": "$-$", "µ": r"$\mu$",
+}  # fmt: skip
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as CSV, with the columns of all of them, atomically."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def terminal(sheet: Sheet, width: int) -> Group:
+    """For a console of this width: with errors if they fit, else means, else only the highest sparsities."""
+    labels = sum(
+        max(map(len, (head, *(line.labels[i] for line in sheet.lines)))) + 1 for i, head in enumerate(sheet.heads)
+    )
+    first = 0
+    for show in (_with_error, _text, _short):
+        widths = [
+            max(len(column), *(len(show(line.entries[i])) for line in sheet.lines)) + 1
+            for i, column in enumerate(sheet.columns)
+        ]
+        if labels + sum(widths) + 2 <= width or not sheet.over.startswith("sparsity"):
+            break
+    else:
+        while first < len(widths) - 1 and labels + sum(widths[first:]) + 2 > width:
+            first += 1
+    note = sheet.note
+    if show is not _with_error and any(entry.error for line in sheet.lines for entry in line.entries):
+        note = note.replace(" ± standard error", "") + " The files have the standard errors."
+    if first:
+        note += f" Columns up to {sheet.columns[first - 1]} do not fit here; the files have them."
+    table = _table()
+    for head in sheet.heads:
+        table.add_column(escape(head), no_wrap=True)
+    for column in sheet.columns[first:]:
+        table.add_column(escape(column), justify="right", no_wrap=True)
+    apart = len({line.labels[0] for line in sheet.lines}) < len(sheet.lines)
+    for line, begins in _grouped(sheet.lines):
+        if begins and apart and line is not sheet.lines[0]:
+            table.add_section()
+        shown = ["" if i == 0 and not begins else escape(label) for i, label in enumerate(line.labels)]
+        table.add_row(*shown, *(_styled(show(entry), entry) for entry in line.entries[first:]))
+    over = f" over {sheet.over}" if sheet.over else ""
+    return Group(Text(f"\n{sheet.title}{over}", style="bold"), table, Text(note, style="dim"))
+
+
+def markdown(sheet: Sheet) -> str:
+    """A heading, the table and its note; the best of a column is bold, the best of a group in italics."""
+    heads = [*sheet.heads, *sheet.columns]
+    out = [f"**{_md(sheet.title)}**", "", f"| {' | '.join(map(_md, heads))} |"]
+    out.append(f"|{'---|' * len(sheet.heads)}{'--:|' * len(sheet.columns)}")
+    for line, begins in _grouped(sheet.lines):
+        labels = ["" if i == 0 and not begins else _md(label) for i, label in enumerate(line.labels)]
+        out.append(f"| {' | '.join([*labels, *map(_md_entry, line.entries)])} |")
+    return "\n".join([*out, "", _note(sheet, "bold", "in italics"), ""])
+
+
+def comma_separated(sheet: Sheet) -> str:
+    """Every label on every line; the numbers unrounded, each followed by its standard error if any has one."""
+    errors = any(entry.spread is not None for line in sheet.lines for entry in line.entries)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns: Iterable[str] = sheet.columns
+    if errors:
+        columns = (name for column in sheet.columns for name in (column, f"{column} se"))
+    writer.writerow([*sheet.heads, *columns])
+    for line in sheet.lines:
+        numbers = ([e.value, e.spread] if errors else [e.value] for e in line.entries)
+        writer.writerow([*line.labels, *("" if v is None else v for pair in numbers for v in pair)])
+    return text.getvalue()
+
+
+def latex(sheet: Sheet) -> str:
+    r"""A ``table`` for ``\usepackage{booktabs,graphicx}``; the best bold, the best of a group underlined.
+
+    It is made narrower where it would be wider than the line.
+    """
+    count, start = len(sheet.columns), len(sheet.heads)
+    out = [
+        r"% \usepackage{booktabs,graphicx}",
+        r"\begin{table}[t]",
+        r"\centering",
+        rf"\caption{{{_tex(sheet.title)}. {_tex(_note(sheet, 'bold', 'underlined'))}}}",
+        rf"\label{{tab:{sheet.name}}}",
+        r"\smallskip",
+        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+        rf"\begin{{tabular}}{{@{{}}{'l' * start}{'r' * count}@{{}}}}",
+        r"\toprule",
+    ]
+    if sheet.over:
+        out.append(rf"{'& ' * start}\multicolumn{{{count}}}{{c}}{{{_tex(sheet.over)}}} \\")
+        out.append(rf"\cmidrule(l){{{start + 1}-{start + count}}}")
+    out += [" & ".join(map(_tex, [*sheet.heads, *sheet.columns])) + r" \\", r"\midrule"]
+    for line, begins in _grouped(sheet.lines):
+        if begins and line is not sheet.lines[0] and start > 1:
+            out.append(r"\addlinespace")
+        labels = ["" if i == 0 and not begins else _tex(label) for i, label in enumerate(line.labels)]
+        out.append(" & ".join([*labels, *map(_tex_entry, line.entries)]) + r" \\")
+    return "\n".join([*out, r"\bottomrule", r"\end{tabular}}", r"\end{table}", ""])
+
+
+def cost_table(rows: Sequence[Row]) -> Table:
+    """Size, work and time of dense and pruned networks."""
+    table = _table("Cost, dense and masked: smaller when stored sparse, not faster to run")
+    table.add_column("data, trained", no_wrap=True)
+    columns = (
+        "spar-\nsity %",
+        "para-\nmeters",
+        "non-\nzero",
+        "kB\ndense",
+        "kB\nsparse",
+        "kFLOP\ndense",
+        "kFLOP\nsparse",
+    )
+    for column in (*columns, "ms for\n1", "ms for\n128"):
+        table.add_column(column, justify="right", no_wrap=True)
+    last = None
+    for row in rows:
+        if last is not None and row["data"] != last:
+            table.add_section()
+        last = row["data"]
+        table.add_row(
+            f"{row['data']} {METHOD_NAMES[row['method']]}",
+            "dense" if row["sparsity"] == 0 else f"{100 * row['sparsity']:.1f}",
+            str(row["parameters"]),
+            str(row["nonzeros"]),
+            *(f"{row[key] / 1000:.1f}" for key in ("bytes_dense", "bytes_sparse")),
+            *(f"{row[key] / 1000:.0f}" for key in ("flops", "flops_sparse")),
+            *(f"{1000 * row[key]:.2f}" for key in ("latency_1", "latency_128")),
+        )
+    return table
+
+
+def _table(title: str | None = None) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+
+
+def _grouped(lines: Sequence[Line]) -> list[tuple[Line, bool]]:
+    """Each line, and whether a group begins with it."""
+    return [(line, i == 0 or line.labels[0] != lines[i - 1].labels[0]) for i, line in enumerate(lines)]
+
+
+def _with_error(entry: Entry) -> str:
+    return f"{entry.text} ±{entry.error}" if entry.error else entry.text
+
+
+def _text(entry: Entry) -> str:
+    return entry.text
+
+
+def _short(entry: Entry) -> str:
+    return entry.short or entry.text
+
+
+def _styled(text: str, entry: Entry) -> str:
+    return f"[bold green]{text}[/]" if entry.best else f"[green]{text}[/]" if entry.leads else text
+
+
+def _note(sheet: Sheet, best: str, leads: str) -> str:
+    """The note, and what the marks that occur mean."""
+    entries = [entry for line in sheet.lines for entry in line.entries]
+    note = sheet.note
+    if any(entry.best for entry in entries):
+        note += f" Best of a column: {best}."
+    if any(entry.leads for entry in entries):
+        note += f" Best within its {sheet.heads[0]}: {leads}."
+    return note
+
+
+def _md(text: str) -> str:
+    for character in "\\|*_<`[":
+        text = text.replace(character, f"\\{character}")
+    return text.replace("\n", " ")
+
+
+def _md_entry(entry: Entry) -> str:
+    mark = "***" if entry.best and entry.leads else "**" if entry.best else "*" if entry.leads else ""
+    return f"{mark}{entry.text}{mark}" + (f" ± {entry.error}" if entry.error else "")
+
+
+def _tex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def _tex_entry(entry: Entry) -> str:
+    text = _tex(entry.text)
+    text = rf"\underline{{{text}}}" if entry.leads else text
+    text = rf"\textbf{{{text}}}" if entry.best else text
+    return text + (rf" {{\scriptsize$\pm${entry.error}}}" if entry.error else "")

@@ -1,0 +1,86 @@
+"""How long training and scoring took: each network, or relative to a baseline where there are many."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shaver.lab.report.summary import CRITERION_NAMES, Estimate, Experiment, Training, in_order
+
+#: With more bars than this, one bar a kind of training or criterion, averaged over experiments.
+_MOST = 24
+
+
+@dataclass(frozen=True)
+class Times:
+    """Bars to draw: label, time or ratio, and the method or criterion that gives the colour."""
+
+    title: str
+    bars: Sequence[tuple[str, Estimate, str]]
+    show: Callable[[float], str]
+
+
+def training_times(experiments: Sequence[Experiment]) -> Times:
+    """Each training of each experiment; with many, relative to MAP by method and curvature."""
+    timed = [(e, t, found) for e in experiments for t in e.trainings
+             if (found := training_numbers(e, t).get("train_seconds"))]  # fmt: skip
+    if len(timed) <= _MOST:
+        bars = [(f"{e.title}, {training_label(t, e.trainings)}", found, t.method) for e, t, found in timed]
+        return Times("Training", bars, duration)
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for experiment, training, found in timed:
+        base = experiment.main_training("map")
+        of_map = training_numbers(experiment, base).get("train_seconds") if base else None
+        if of_map:
+            label = " ".join(filter(None, (training.method_name, training.curvature_name)))
+            ratios.setdefault((label, training.method), []).append(found.mean / of_map.mean)
+    means = [(label, Estimate.of(values), method) for (label, method), values in ratios.items()]
+    return Times("Training, relative to MAP, mean over experiments", means, "{:.2f}".format)
+
+
+def scoring_times(experiments: Sequence[Experiment]) -> Times:
+    """Each criterion in each experiment; with many, relative to the fastest of the experiment."""
+    found = [(e, {c: s for c in e.criteria if (s := scoring_seconds(e, c))}) for e in experiments]
+    if sum(len(times) for _, times in found) <= _MOST:
+        bars = [(f"{e.title}, {_name(c)}", s, c) for e, times in found for c, s in times.items()]
+        return Times("Scoring a network once", bars, duration)
+    criteria = in_order(c for _, times in found for c in times)
+    ratios = {
+        c: [times[c].mean / min(t.mean for t in times.values()) for _, times in found if c in times] for c in criteria
+    }
+    means = [(_name(c), Estimate.of(values), c) for c, values in ratios.items()]
+    return Times("Scoring a network, relative to the fastest criterion, mean over experiments", means, "{:.3g}".format)
+
+
+def training_numbers(experiment: Experiment, training: Training) -> dict[str, Estimate]:
+    """What a training reached and took; the quality only if the dense network was measured."""
+    if training in experiment.dense:
+        return dict(experiment.dense[training])
+    pruned = next((next(iter(c.points.values())) for c in experiment.curves if c.training == training), {})
+    return {key: pruned[key] for key in ("train_seconds", "epochs", "log_evidence") if key in pruned}
+
+
+def scoring_seconds(experiment: Experiment, criterion: str) -> Estimate | None:
+    """The time of a criterion's scores, over every network of the experiment; a network's sparsities share one."""
+    curves = [c for c in experiment.curves if c.criterion == criterion and c.stage == experiment.stages[0]]
+    values = [next(iter(found.values())).mean for c in curves if (found := c.values("score_seconds"))]
+    values = [value for value in values if value > 0]  # online pruning scores while it trains
+    return Estimate.of(values) if values else None
+
+
+def training_label(training: Training, among: Sequence[Training]) -> str:
+    """The method; with prior and curvature where it has several."""
+    several = len([t for t in among if t.method == training.method]) > 1
+    parts = (training.method_name, training.prior_name, training.curvature_name) if several else (training.method_name,)
+    return ", ".join(part for part in parts if part)
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit people can compare: “13.1 s”, “293 ms”, “645 µs”."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1 or unit == "µs":
+            value = seconds * factor
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    raise AssertionError("unreachable")
+
+
+def _name(criterion: str) -> str:
+    return CRITERION_NAMES.get(criterion, criterion)

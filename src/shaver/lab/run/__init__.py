@@ -1,0 +1,1 @@
+"""Running a recipe: cells, the store of trained networks, engines, progress."""

@@ -1,0 +1,258 @@
+"""Runs a recipe: plans its cells, starts what is not done, watches, and gathers the results.
+
+Everything that matters is in files, so the runner can be killed at any moment and started again: finished cells are
+found by their contents (also those of other recipes in the same parent folder) and the rest goes on.
+"""
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from shaver.io import read_json, write_json
+from shaver.lab.recipes.grid import Cell, cells_of
+from shaver.lab.recipes.language import check_folders
+from shaver.lab.recipes.recipe import Recipe
+from shaver.lab.run.cell import CONFIG, ERROR, ROWS, STATUS
+from shaver.lab.run.engines import Engine, LocalEngine, Running
+from shaver.lab.run.progress import Progress
+from shaver.lab.run.provenance import code_version, machine, versions
+from shaver.lab.run.results import STUDY, collect, read_status, read_study
+from shaver.lab.run.store import is_trained, link
+
+CELLS, NETWORKS = "cells", "networks"
+_SECONDS = 0.2
+_LOCK = ".lock"
+
+
+@dataclass
+class Outcome:
+    """What came of a study.
+
+    Attributes:
+        folder: The run folder.
+        done: Cells that are finished, those of earlier calls included.
+        ran: How many of them this call ran.
+        failed: Label of a cell → its error.
+        rows: Rows in the table of results.
+    """
+
+    folder: Path
+    done: int = 0
+    ran: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    rows: int = 0
+
+
+def default_folder(recipe: Recipe) -> Path:
+    """Where a recipe's results go if nobody says otherwise."""
+    return Path("runs") / f"{recipe.name}-{recipe.scale}"
+
+
+def run_study(
+    recipe: Recipe,
+    folder: Path | None = None,
+    *,
+    engine: Engine | None = None,
+    any_code: bool = False,
+    console: Console | None = None,
+) -> Outcome:
+    """Run every cell of a recipe that is not done, and write the table of results after each.
+
+    Example:
+        >>> outcome = run_study(get_recipe("fcn-cancer").override(seeds=1))  # doctest: +SKIP
+        >>> load_runs(outcome.folder)                                        # doctest: +SKIP
+
+    A failed cell does not stop the others. Ctrl-C ends the running cells and leaves files from which the next call
+    goes on.
+
+    Args:
+        recipe: What to run.
+        folder: The run folder; trained networks go into ``networks`` beside it, where other recipes find them.
+        engine: Where the cells run; by default a process for each core.
+        any_code: Keep finished cells, and continue interrupted ones, of other versions of the code.
+        console: Where progress appears; ``None`` is silent.
+
+    Raises:
+        ValueError: Another run is at work in the folder, or a file in it is damaged; or a language model lacks its
+            vocabulary.
+        FileNotFoundError: A folder of weights or vocabularies is not there.
+        KeyboardInterrupt: After Ctrl-C, when everything is in order.
+    """
+    folder = default_folder(recipe) if folder is None else folder
+    chosen: Engine = LocalEngine() if engine is None else engine
+    console = Console(quiet=True) if console is None else console
+    for task in recipe.tasks:
+        if task.length is not None:
+            check_folders(**task.network)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        if (folder / STUDY).exists():
+            read_study(folder)  # a damaged one is named rather than replaced
+        cells = cells_of(recipe)
+        write_json(folder / STUDY, _description(recipe, cells))
+        for cell in cells:
+            _prepare(cell, folder, any_code)
+        return _Run(folder, cells, chosen, any_code, Progress(console, recipe, cells)).run()
+
+
+class _Run:
+    """One call of :func:`run_study`."""
+
+    def __init__(self, folder: Path, cells: list[Cell], engine: Engine, any_code: bool, progress: Progress) -> None:
+        self.folder, self.engine, self.any_code, self.progress = folder, engine, any_code, progress
+        self.store = folder.parent / NETWORKS
+        self.waiting: list[Cell] = []
+        self.running: dict[str, tuple[Cell, Running]] = {}
+        self.outcome = Outcome(folder)
+        for cell in cells:
+            if is_done(self.place(cell), cell, any_code):
+                self.outcome.done += 1
+                progress.set(cell, {"state": "done", "earlier": True})
+            else:
+                self.waiting.append(cell)
+
+    def place(self, cell: Cell) -> Path:
+        return self.folder / CELLS / cell.key
+
+    def run(self) -> Outcome:
+        self.outcome.rows = collect(self.folder)
+        with self.progress:
+            try:
+                while self.waiting or self.running:
+                    self.start()
+                    time.sleep(_SECONDS)
+                    self.watch()
+            except BaseException:
+                self.stop()
+                raise
+            finally:
+                self.outcome.rows = collect(self.folder)
+                self.note_seconds()
+        return self.outcome
+
+    def start(self) -> None:
+        while len(self.running) < self.engine.slots and (cell := self.next()) is not None:
+            self.waiting.remove(cell)
+            place = self.place(cell)
+            write_json(place / STATUS, {"state": "waiting"})
+            self.running[cell.key] = (cell, self.engine.start(place, self.store, self.any_code))
+
+    def next(self) -> Cell | None:
+        """The first cell that would not sit idle until a running one has trained the network of both."""
+        training = {cell.training.key for cell, _ in self.running.values()}
+        ready = (
+            cell for cell in self.waiting if cell.training.key not in training or is_trained(self.store, cell.training)
+        )
+        return next(ready, None)
+
+    def watch(self) -> None:
+        for key, (cell, process) in list(self.running.items()):
+            ended = process.poll()
+            status = read_status(self.place(cell))
+            if ended is None:
+                self.progress.set(cell, status)
+                continue
+            del self.running[key]
+            self.end(cell, status, ended)
+        self.progress.refresh()
+
+    def end(self, cell: Cell, status: dict[str, Any], ended: str) -> None:
+        if status.get("state") == "done":
+            self.outcome.done += 1
+            self.outcome.ran += 1
+        else:
+            if status.get("state") != "failed":  # it had no time to say why
+                reason = ended or "it ended without a result; see log.txt"
+                status = {**status, "state": "failed", "error": reason}
+                write_json(self.place(cell) / STATUS, status)
+                (self.place(cell) / ERROR).write_text(reason + "\n", encoding="utf-8")
+            self.outcome.failed[cell.label] = status["error"]
+        self.progress.set(cell, status)
+        self.outcome.rows = collect(self.folder)
+
+    def note_seconds(self) -> None:
+        """Put the time that the cells took together into ``study.json``."""
+        study = read_study(self.folder)
+        seconds = [read_status(self.folder / CELLS / key).get("seconds", 0.0) for key in study["cells"]]
+        write_json(self.folder / STUDY, {**study, "seconds": round(sum(seconds), 1)})
+
+    def stop(self) -> None:
+        for cell, process in self.running.values():
+            process.stop()
+            status = read_status(self.place(cell))
+            if status.get("state") not in ("done", "failed"):
+                write_json(self.place(cell) / STATUS, {**status, "state": "interrupted"})
+
+
+def is_done(place: Path, cell: Cell, any_code: bool = False) -> bool:
+    """Whether a folder holds the finished cell, made by the present code."""
+    status = read_status(place)
+    if status.get("state") != "done" or not (place / ROWS).is_file():
+        return False
+    return any_code or status.get("code") == code_version(cell.stage.name)
+
+
+def _prepare(cell: Cell, folder: Path, any_code: bool) -> None:
+    """Give the cell its folder and configuration, and take over what another recipe has finished."""
+    place = folder / CELLS / cell.key
+    place.mkdir(parents=True, exist_ok=True)
+    config = place / CONFIG
+    wanted = cell.as_dict()
+    if not config.is_file() or Cell.from_dict(read_json(config)) != Cell.from_dict(wanted):
+        write_json(config, wanted)
+    if is_done(place, cell, any_code):
+        return
+    for other in sorted(folder.absolute().parent.glob(f"*/{CELLS}/{cell.key}")):
+        if other != place.absolute() and is_done(other, cell, any_code):
+            names = [path.name for path in other.iterdir() if path.name not in (CONFIG, STATUS) and path.is_file()]
+            for name in names:
+                link(other / name, place / name)
+            link(other / STATUS, place / STATUS)  # last: it says that the rest is there
+            return
+
+
+def _description(recipe: Recipe, cells: list[Cell]) -> dict[str, Any]:
+    return {
+        "recipe": recipe.as_dict(),
+        "note": recipe.note,
+        "cells": [cell.key for cell in cells],
+        "labels": {cell.key: cell.label for cell in cells},
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "seeds": list(range(recipe.first_seed, recipe.first_seed + recipe.seeds)),
+        "code": {stage.name: code_version(stage.name) for stage in recipe.stages},
+        "versions": versions(),
+        "machine": machine(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def at_work(folder: Path) -> bool:
+    """Whether some process runs a study in this folder right now."""
+    try:
+        with FileLock(folder / _LOCK).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"another shaver run is at work in {folder}; wait for it, or choose another folder with --out."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

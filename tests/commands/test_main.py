@@ -1,0 +1,124 @@
+"""The command line: help a newcomer can read, errors without tracebacks, and a demo whose files hold its numbers."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shaver
+from shaver.commands.main import main
+from shaver.lab.run.demo import METHODS, TASKS, load_network
+
+
+def test_help_names_the_commands_without_importing_torch():
+    code = "import sys; from shaver.commands.main import main\n"
+    code += "try: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+    assert "--version" in done.stdout
+
+
+def test_no_arguments_show_the_help(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_help_of_the_demo_explains_every_option(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["demo", "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--out", "--seed", "--repeats", "--epochs", "--processes"):
+        assert option in text
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shaver {shaver.__version__}\n"
+
+
+def test_an_impossible_setting_is_a_message_and_not_a_traceback(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), "--epochs", "0"]) == 1
+    assert capsys.readouterr().err == (
+        "shaver: repeats, epochs and processes must be 1 or more; here repeats is 3, epochs 0, processes 2.\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One epoch, one seed: the files of a real run."""
+    out = tmp_path_factory.mktemp("demo")
+    assert main(["demo", "--out", str(out), "--epochs", "1", "--repeats", "1", "--seed", "3"]) == 0
+    with open(out / "results.csv") as file:
+        return out, list(csv.DictReader(file))
+
+
+def test_the_demo_writes_what_it_promises(run):
+    out, rows = run
+    criteria = shaver.criteria.names()
+    assert len(rows) == len(TASKS) * len(METHODS) * (1 + 10 * len(criteria))
+    assert {(r["data"], r["method"], r["criterion"]) for r in rows if r["criterion"] != "dense"} == {
+        (task.data, method, name) for task in TASKS for method in METHODS for name in criteria
+    }
+    for column in ("accuracy", "nll", "ece", "brier", "achieved", "nonzeros", "bytes"):
+        assert all(math.isfinite(float(row[column])) for row in rows), column
+    study = json.loads((out / "study.json").read_text())
+    assert study["seeds"] == [3]
+    assert study["versions"]["torch"] == torch.__version__
+    for name in ("figures/accuracy.svg", "figures/accuracy.png", "cost.csv", "report.html"):
+        assert (out / name).stat().st_size > 0
+    page, pictures = (out / "report.html").read_text(encoding="utf-8"), list((out / "pictures").glob("*.svg"))
+    assert page.count('<img alt="') == len(pictures) > 0
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.data)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("criterion", ["magnitude", "opd"])
+def test_the_numbers_in_the_file_are_those_of_the_saved_networks(run, task, method, criterion):
+    out, rows = run
+    test = shaver.data.load(task.data, seed=3).test
+    for sparsity in ("0.4", "0.95"):
+        model, posterior = load_network(out, task, method, 3)
+        scores = shaver.score(model, criterion, posterior=posterior)
+        shaver.prune(model, scores, float(sparsity))
+        with torch.no_grad():
+            logits = model.eval()(test[:][0]).double()
+        labels = test[:][1]
+        (row,) = [
+            r for r in rows
+            if (r["data"], r["method"], r["criterion"], r["sparsity"]) == (task.data, method, criterion, sparsity)
+        ]  # fmt: skip
+        assert float(row["accuracy"]) == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
+        assert float(row["nll"]) == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-5)
+        assert int(row["nonzeros"]) == sum(int(p.count_nonzero()) for p in model.parameters())
+        weights = [p for p in model.parameters() if p.ndim >= 2]
+        zeros = sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights)
+        assert float(row["achieved"]) == pytest.approx(float(sparsity), abs=1e-3)
+        assert zeros >= float(row["achieved"]) - 1e-9
+
+
+def test_the_history_of_training_is_kept(run):
+    out, _ = run
+    for task in TASKS:
+        for method in METHODS:
+            with open(out / "cells" / f"{task.data}-{method}-3" / "history.csv") as file:
+                (row,) = csv.DictReader(file)
+            assert float(row["loss"]) > 0
+
+
+def test_cost_is_measured_for_dense_and_masked_networks(run):
+    out, _ = run
+    with open(out / "cost.csv") as file:
+        costs = list(csv.DictReader(file))
+    assert len(costs) == len(TASKS) * len(METHODS) * 2
+    for dense, masked in zip(costs[::2], costs[1::2], strict=True):
+        assert int(masked["nonzeros"]) < 0.1 * int(dense["parameters"])
+        assert int(masked["bytes_sparse"]) < int(dense["bytes_dense"])
+        assert float(dense["latency_128"]) > 0

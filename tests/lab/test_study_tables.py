@@ -1,0 +1,218 @@
+"""Tables show means with standard errors over seeds, mark the best, and say the same in every format."""
+
+import csv
+import io
+import math
+import statistics
+
+import pytest
+from rich.console import Console
+
+from shaver.lab.report.sheets import kept, quality_sheet, scoring_sheet, size_sheet, summary_sheet, training_sheet
+from shaver.lab.report.summary import METRICS, Estimate, experiments, in_order, number
+from shaver.lab.report.tables import comma_separated, cost_table, latex, markdown, terminal, write_rows
+
+ACCURACY, NLL = METRICS[:2]
+
+
+def row(method, criterion, sparsity, accuracy, seed=0, **more):
+    prior = {"prior": "parameter", "structure": "diag", "source": "mc"} if method == "spam" else {}
+    return {
+        "recipe": "toy", "scale": "cpu", "task": "toy", "network": "fcn", "data": "cancer", "method": method,
+        "prior": "", "structure": "", "source": "", "seed": seed, "stage": "posthoc", "criterion": criterion,
+        "sparsity": sparsity, "accuracy": accuracy, **prior, **more,
+    }  # fmt: skip
+
+
+ROWS = [
+    row("map", "dense", 0.0, 0.90, seed=0), row("map", "dense", 0.0, 0.94, seed=1),
+    row("map", "random", 0.5, 0.20, seed=0), row("map", "random", 0.5, 0.30, seed=1),
+    row("map", "opd", 0.5, 0.80, seed=0), row("map", "opd", 0.5, 0.90, seed=1),
+    row("map", "random", 0.9, 0.10, seed=0), row("map", "random", 0.9, 0.10, seed=1),
+    row("map", "opd", 0.9, 1.00, seed=0), row("map", "opd", 0.9, 1.00, seed=1),
+]  # fmt: skip
+BOTH = [
+    *ROWS,
+    row("spam", "dense", 0.0, 0.90), row("spam", "opd", 0.5, 0.89), row("spam", "opd", 0.9, 0.50),
+    row("spam", "random", 0.5, 0.25), row("spam", "random", 0.9, 0.30),
+]  # fmt: skip
+
+
+def accuracy_sheet(rows):
+    (experiment,) = experiments(rows)
+    return quality_sheet(experiment, ACCURACY)
+
+
+def shown(table, width=80, styled=False):
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=styled, color_system="truecolor" if styled else None
+    )
+    console.print(table)
+    return console.file.getvalue()
+
+
+def words(text):
+    return [line.split() for line in text.splitlines() if line.strip()]
+
+
+def test_an_estimate_is_the_mean_and_its_standard_error():
+    values = [0.2, 0.5, 0.8, 0.9]
+    found = Estimate.of(values)
+    spread = math.sqrt(sum((v - 0.6) ** 2 for v in values) / 3)
+    assert found.mean == pytest.approx(0.6)
+    assert found.error == pytest.approx(spread / 2)
+    assert Estimate.of([0.3]).error is None
+
+
+def test_means_are_over_seeds_only():
+    (experiment,) = experiments(ROWS)
+    (opd, random) = experiment.curves
+    assert opd.points[0.5]["accuracy"].mean == pytest.approx(0.85)
+    assert opd.points[0.5]["accuracy"].error == pytest.approx(statistics.stdev([0.8, 0.9]) / math.sqrt(2))
+    assert opd.points[0.0]["accuracy"] == random.points[0.0]["accuracy"] == experiment.dense[opd.training]["accuracy"]
+
+
+def test_a_dense_network_measured_before_each_stage_counts_once():
+    again = [row("map", "dense", 0.0, a, seed=s, stage="finetuned") for s, a in ((0, 0.90), (1, 0.94))]
+    (experiment,) = experiments([*ROWS, *again])
+    assert experiment.dense[experiment.trainings[0]]["accuracy"].count == 2
+
+
+def test_the_same_measurement_twice_is_no_second_seed():
+    assert len(experiments([*ROWS, *ROWS])[0].rows) == len(ROWS)
+    with pytest.raises(ValueError, match=r"measure the same thing and differ .*criterion opd, sparsity 0.5"):
+        experiments([*ROWS, row("map", "opd", 0.5, 0.81)])
+
+
+def test_lines_are_criterion_by_training_and_columns_sparsities():
+    lines = words(shown(terminal(accuracy_sheet(BOTH), 80)))
+    assert ["criterion", "training", "dense", "50", "90"] in lines
+    assert ["OPD", "MAP", "92.00", "±2.00", "85.00", "±5.00", "100.00", "±0.00"] in lines
+    assert ["SpaM", "90.00", "89.00", "50.00"] in lines
+
+
+def test_a_narrow_terminal_has_the_means_and_a_narrower_one_the_high_sparsities():
+    sparsities = (0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)
+    many = [row("spam", "dense", 0.0, 1.0, seed=s) for s in (0, 1)]
+    many += [row("spam", "magnitude", s, 0.9876, seed=n) for s in sparsities for n in (0, 1)]
+    at_80 = shown(terminal(accuracy_sheet(many), 80))
+    assert "…" not in at_80
+    assert at_80.count("98.8") == 10
+    assert "The files have the standard errors." in at_80
+    at_40 = shown(terminal(accuracy_sheet(many), 40), 40)
+    assert max(map(len, at_40.splitlines())) <= 40
+    assert " 99" in at_40
+    assert "Columns up to" in at_40
+
+
+def test_the_best_of_a_column_is_marked_and_so_is_the_best_training_of_a_criterion():
+    by_label = {line.labels: line.entries for line in accuracy_sheet(BOTH).lines}
+    dense, half, ninety = (by_label["OPD", "SpaM"][i] for i in range(3))
+    assert (half.best, half.leads) == (True, True)
+    assert (ninety.best, ninety.leads) == (False, False)
+    assert (by_label["random", "SpaM"][2].best, by_label["random", "SpaM"][2].leads) == (False, True)
+    assert (dense.best, by_label["OPD", "MAP"][0].best) == (False, True)
+    tie = by_label["random", "MAP"][1], by_label["random", "SpaM"][1]
+    assert [entry.leads for entry in tie] == [False, False]  # both print 25.00: nobody leads
+
+
+def test_lower_is_better_for_nll():
+    rows = [row("map", "opd", 0.5, 0.5, nll=0.4), row("map", "random", 0.5, 0.5, nll=2.3)]
+    sheet = quality_sheet(experiments(rows)[0], NLL)
+    assert [(line.labels[0], line.entries[0].best) for line in sheet.lines] == [("OPD", True), ("random", False)]
+
+
+def test_priors_curvatures_and_stages_get_columns_only_where_they_differ():
+    assert accuracy_sheet(BOTH).heads == ("criterion", "training")
+    kron = row("spam", "opd", 0.5, 0.7) | {"structure": "kron", "source": "ggn", "prior": "layer"}
+    sheet = accuracy_sheet([*BOTH, kron])
+    assert sheet.heads == ("criterion", "training", "prior", "curvature")
+    assert ("OPD", "SpaM", "layer-wise", "KFAC GGN") in [line.labels for line in sheet.lines]
+    assert ("OPD", "MAP", "–", "–") in [line.labels for line in sheet.lines]
+    assert accuracy_sheet([*BOTH, row("map", "opd", 0.5, 0.7, stage="finetuned")]).heads[-1] == "stage"
+
+
+def test_markdown_has_the_same_cells():
+    text = markdown(accuracy_sheet(BOTH))
+    assert "| criterion | training | dense | 50 | 90 |" in text
+    assert "| OPD | MAP | ***92.00*** ± 2.00 | 85.00 ± 5.00 | ***100.00*** ± 0.00 |" in text
+    assert "|  | SpaM | 90.00 | ***89.00*** | 50.00 |" in text
+    assert text.rstrip().endswith("Best of a column: bold. Best within its criterion: in italics.")
+
+
+def test_csv_has_the_unrounded_numbers():
+    lines = list(csv.reader(io.StringIO(comma_separated(accuracy_sheet(BOTH)))))
+    assert lines[0] == ["criterion", "training", "dense", "dense se", "50", "50 se", "90", "90 se"]
+    by_label = {tuple(line[:2]): line[2:] for line in lines[1:]}
+    assert float(by_label["OPD", "MAP"][2]) == pytest.approx(0.85)
+    assert float(by_label["OPD", "MAP"][3]) == pytest.approx(0.05)
+    assert by_label["OPD", "SpaM"][3] == ""
+
+
+def test_latex_is_a_booktabs_table_with_balanced_braces():
+    text = latex(accuracy_sheet([*BOTH, row("map", "my_crit & 50%", 0.5, 0.3)]))
+    assert r"& & \multicolumn{3}{c}{sparsity, \%} \\" in text
+    assert r"my\_crit \& 50\% & MAP" in text
+    assert r"\underline{89.00}" in text
+    assert r"\textbf{\underline{89.00}}" in text
+    assert text.count("{") == text.count("}")
+    body = text[text.index("\\midrule") : text.index("\\bottomrule")].replace(r"\&", "")
+    assert {line.count("&") for line in body.splitlines() if line.endswith("\\\\")} == {4}
+
+
+def test_kept_is_the_sparsity_before_the_first_fall():
+    rows = [row("map", "dense", 0.0, 0.90), *(row("map", "opd", s, a) for s, a in
+            ((0.2, 0.91), (0.5, 0.89), (0.8, 0.70), (0.9, 0.90)))]  # fmt: skip
+    assert kept(experiments(rows)[0]) == {"map": 0.5}
+    assert summary_sheet(experiments(rows)).lines[0].entries[0].text == "50 %"
+
+
+def test_times_compare_with_map_and_sizes_stand_side_by_side():
+    rows = [
+        row("map", "dense", 0.0, 0.9, train_seconds=10.0, epochs=5, bytes=400, nonzeros=100, parameters=100),
+        row("spam", "dense", 0.0, 0.8, train_seconds=13.0, epochs=5, bytes=400, nonzeros=100, parameters=100),
+        row("spam", "opd", 0.95, 0.8, score_seconds=0.25, bytes=30, nonzeros=5, parameters=100),
+    ]
+    found = experiments(rows)
+    training = training_sheet(found)
+    assert [line.entries[-1].text for line in training.lines] == ["1.00", "1.30"]
+    assert scoring_sheet(found).lines[0].entries[0].text == "250 ms"
+    sizes = size_sheet(found[0])
+    assert [line.labels for line in sizes.lines] == [("MAP", "dense"), ("SpaM", "dense"), ("SpaM", "95 %, post hoc")]
+    assert sizes.lines[2].entries[sizes.columns.index("bytes")].text == "30"
+
+
+def test_two_recipes_for_the_same_network_keep_their_names():
+    found = experiments(
+        [*ROWS, *(r | {"recipe": "other"} for r in ROWS)], {("toy", "toy"): "Toy", ("other", "toy"): "Toy"}
+    )
+    assert [e.title for e in found] == ["Toy (toy)", "Toy (other)"]
+    assert experiments(ROWS)[0].title == "FCN on breast cancer"
+
+
+def test_cost_has_a_line_for_each_network():
+    numbers = {
+        "parameters": 13402, "nonzeros": 13402, "bytes_dense": 53608, "bytes_sparse": 53608, "flops": 26400,
+        "flops_sparse": 26400, "latency_1": 3e-5, "latency_128": 7e-5,
+    }  # fmt: skip
+    rows = [{"data": "toy", "method": "map", "seed": 4, "sparsity": s} | numbers for s in (0.0, 0.95)]
+    text = shown(cost_table(rows))
+    assert "…" not in text
+    assert text.count("toy MAP") == 2
+    assert ["toy", "MAP", "95.0", "13402", "13402", "53.6", "53.6", "26", "26", "0.03", "0.07"] in words(text)
+
+
+def test_a_criterion_of_a_users_own_comes_last():
+    assert in_order(["mine", "random", "opd", "mine"]) == ["opd", "random", "mine"]
+
+
+@pytest.mark.parametrize("cell", ["", "nan", float("inf"), None])
+def test_what_is_no_number_is_missing(cell):
+    assert number(cell) is None
+    assert number("0.5") == 0.5
+
+
+def test_rows_with_different_columns_share_one_header(tmp_path):
+    write_rows(tmp_path / "rows.csv", [{"a": 1}, {"a": 2, "b": 0.1}])
+    with open(tmp_path / "rows.csv") as file:
+        assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "0.1"}]
