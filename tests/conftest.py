@@ -7,7 +7,8 @@ from tests.seeds import OFFSET
 
 
 def pytest_report_header() -> str:
-    return f"shaver: SHAVER_TEST_SEED={OFFSET}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    arithmetic = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread(s)"
+    return f"shaver: SHAVER_TEST_SEED={OFFSET}, {arithmetic}"
 
 
 @pytest.fixture(autouse=True)

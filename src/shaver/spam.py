@@ -303,7 +303,14 @@ class SpaM:
     @property
     def posterior(self) -> Posterior:
         """The posterior at the present weights: the newest H there is, and δ. Of this rank's rows, if sharded."""
-        return Posterior(self.curvature, self.prior, self._rows(), self.settings.temperature)
+        return Posterior(
+            self.curvature,
+            self.prior,
+            self._rows(),
+            self.settings.temperature,
+            model=None if self._sharded else self.model,
+            likelihood=self.likelihood,
+        )
 
     @property
     def curvature(self) -> Curvature:

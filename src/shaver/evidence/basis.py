@@ -44,6 +44,10 @@ class Basis(ABC):
         log δ_p is ½ (γ_p − δ_p θ_p²) for both structures.
         """
 
+    @abstractmethod
+    def covariance_root(self, values: Tensor, projected: Tensor) -> Tensor:
+        """Σ^½ v with the symmetric root of Σ = (H + δ)⁻¹, for each v of a batch ``(n, *shape)``."""
+
     def gamma_sums(self, delta: Tensor, projected: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
         """Σ γ_p over the groups of each layout, where ``delta`` is a product of one factor for each of them."""
         if all(layout.uniform for layout in layouts):
@@ -88,6 +92,10 @@ class DiagonalBasis(Basis):
         """h / (h + δ)."""
         values = self.eigenvalues()
         return values / (values + delta)
+
+    def covariance_root(self, values: Tensor, projected: Tensor) -> Tensor:
+        """v / √(h + δ)."""
+        return values / (self.eigenvalues() + projected).sqrt()
 
 
 class KroneckerBasis(Basis):
@@ -148,6 +156,13 @@ class KroneckerBasis(Basis):
         if delta.numel() == 1:
             return self.unproject(eigenvalues / (eigenvalues + projected))
         return 1 - delta * self.unproject((eigenvalues + projected).reciprocal_())
+
+    def covariance_root(self, values: Tensor, projected: Tensor) -> Tensor:
+        """Q_G [(Q_Gᵀ mat(v) Q_A) / √(Λ + δ̂)] Q_Aᵀ."""
+        matrices = torch.stack([self.block.to_matrix(v) for v in values])
+        scaled = (self.vectors_g.mT @ matrices @ self.vectors_a) / (self.eigenvalues() + projected).sqrt()
+        turned = self.vectors_g @ scaled @ self.vectors_a.mT
+        return torch.stack([self.block.from_matrix(matrix) for matrix in turned])
 
 
 def make_basis(name: str, block: Block, temperature: float = 1.0) -> Basis:

@@ -6,6 +6,7 @@ log p(D|δ) ≈ log p(D|θ*) − ½ θ*ᵀ δ θ* + ½ Σ log δ − ½ log |H +
 import math
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from shaver import io
 from shaver.curvature.blocks import Curvature, at_least_float32
 from shaver.evidence.basis import Basis, make_bases
+from shaver.evidence.prediction import METHODS, Prediction, draws, linearised, sampled
+from shaver.likelihoods import Likelihood, get_likelihood
+from shaver.naming import check_name
 from shaver.priors import Prior, broadcasts
 
 #: A precision for every weight: one number, a number or tensor for each parameter, or a prior.
@@ -27,6 +31,7 @@ class Posterior:
         >>> posterior.precision()["fc.weight"]           # P_pp, for pruning
         >>> posterior.log_evidence, posterior.effective_parameters
         >>> posterior.save("posterior.safetensors")
+        >>> posterior.predict(x).mean                    # class probabilities that know how sure they are
 
     δ is the prior's at construction, whatever becomes of the prior. θ and H are not copied: quantities computed
     after training has moved them belong to where they are then.
@@ -36,13 +41,24 @@ class Posterior:
         prior: A prior, one precision, or a precision (number or broadcastable tensor) for each parameter.
         theta: The weights by name, where H was estimated, or the model that has them.
         temperature: T; H and the log likelihood count 1/T times.
+        model: For :meth:`predict`, where ``theta`` is not the model itself.
+        likelihood: For :meth:`predict`: ``"classification"``, ``"regression"`` or your own.
     """
 
     def __init__(
-        self, curvature: Curvature, prior: Precision, theta: Mapping[str, Tensor] | nn.Module, temperature: float = 1.0
+        self,
+        curvature: Curvature,
+        prior: Precision,
+        theta: Mapping[str, Tensor] | nn.Module,
+        temperature: float = 1.0,
+        *,
+        model: nn.Module | None = None,
+        likelihood: str | Likelihood = "classification",
     ) -> None:
         if isinstance(theta, nn.Module):
+            model = theta if model is None else model
             theta = dict(theta.named_parameters())
+        self.model, self.likelihood = model, get_likelihood(likelihood)
         self.curvature = curvature
         self.temperature = float(temperature)
         self.theta = {name: weights_of(theta, name, block.shape) for name, block in curvature}
@@ -70,18 +86,18 @@ class Posterior:
         """γ_p = 1 − δ_p Σ_pp, near 1 where the data determine a weight and near 0 where the prior does."""
         return {
             name: basis.gamma(delta := self.delta_of(name), basis.project(delta))
-            for name, basis in self._bases().items()
+            for name, basis in self.bases().items()
         }
 
     @property
     def log_det(self) -> float:
         """log |H/T + δ|."""
-        return sum(float(b.log_det(b.project(self.delta_of(name)))) for name, b in self._bases().items())
+        return sum(float(b.log_det(b.project(self.delta_of(name)))) for name, b in self.bases().items())
 
     @property
     def effective_parameters(self) -> float:
         """Σ γ_p: how many weights the data determine."""
-        return sum(float(b.effective(b.project(self.delta_of(name)))) for name, b in self._bases().items())
+        return sum(float(b.effective(b.project(self.delta_of(name)))) for name, b in self.bases().items())
 
     @property
     def log_evidence(self) -> float:
@@ -89,7 +105,7 @@ class Posterior:
         value = self.curvature.log_likelihood / self.temperature
         if not math.isfinite(value):
             raise FloatingPointError(f"the log likelihood is {value}; training has diverged.")
-        for name, basis in self._bases().items():
+        for name, basis in self.bases().items():
             delta = self.delta_of(name)
             term = float(occam(basis, delta, basis.project(delta), self.theta[name]))
             if not math.isfinite(term):
@@ -103,6 +119,66 @@ class Posterior:
         """The share of weights with S_p = P_pp θ_p² > 1, those that the data pay for."""
         relevant = sum(int((p * self.theta[name].square() > 1).sum()) for name, p in self.precision().items())
         return relevant / sum(theta.numel() for theta in self.theta.values())
+
+    def sample(self, count: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
+        """Weights drawn from the posterior: parameter name → ``(count, *shape)``.
+
+        Example:
+            >>> weights = posterior.sample(20)
+            >>> torch.func.functional_call(model, {name: drawn[0] for name, drawn in weights.items()}, (x,))
+        """
+        drawn = list(draws(self, count, seed))
+        return {name: torch.stack([weights[name] for weights in drawn]) for name in self.theta}
+
+    def predict(
+        self,
+        x: Any,
+        *,
+        method: str = "linearised",
+        samples: int = 30,
+        seed: int = 0,
+        model: nn.Module | None = None,
+        likelihood: str | Likelihood | None = None,
+    ) -> Prediction:
+        """What the network predicts for inputs, and how sure it is, under the uncertainty of its weights.
+
+        ``"linearised"`` costs one Jacobian for each sample: K backward passes for K outputs. It is the better
+        choice for curvature from the GGN or MC, whose posterior belongs to the linearised network. ``"sampled"`` costs
+        ``samples`` forward passes and works with every network.
+
+        Example:
+            >>> probabilities = spam.posterior.predict(x).mean
+
+        Args:
+            x: Inputs: a tensor, a tuple of tensors, or a dict of the model's keyword arguments.
+            method: ``"linearised"`` or ``"sampled"``.
+            samples: Networks to draw, for ``"sampled"``.
+            seed: Of the draws.
+            model: Where the posterior was loaded from a file or made without its model.
+            likelihood: Instead of the posterior's own.
+        """
+        check_name("method", method, METHODS)
+        model = self.model if model is None else model
+        if model is None:
+            raise ValueError(
+                "this posterior does not know its network: pass posterior.predict(x, model=model), or make it with "
+                "Posterior(curvature, prior, model)."
+            )
+        likelihood = self.likelihood if likelihood is None else get_likelihood(likelihood)
+        if method == "sampled":
+            return sampled(self, model, x, likelihood, samples, seed)
+        return linearised(self, model, x, likelihood)
+
+    def __repr__(self) -> str:
+        weights = sum(theta.numel() for theta in self.theta.values())
+        ends = torch.tensor([[float(d.min()), float(d.max())] for d in self.delta().values() if d.numel()])
+        return (
+            f"Posterior of {weights:,} weights in {len(self.theta)} parameters\n"
+            f"  curvature   {self.curvature.structure}, {self.curvature.source}, {self.curvature.data_size:,} samples"
+            + (f", temperature {self.temperature:g}" if self.temperature != 1 else "")
+            + f"\n  precision δ {ends[:, 0].min():.3g} to {ends[:, 1].max():.3g}"
+            f"\n  relevant    {100 * self.relevance():.2f}% of the weights (P θ² > 1)"
+        )
 
     def state_dict(self) -> dict[str, object]:
         """Curvature, δ, θ and temperature: tensors and plain values, no code."""
@@ -135,7 +211,8 @@ class Posterior:
             raise ValueError(f"{path} holds no posterior; it was written by something else.")
         return cls.from_state_dict(state)
 
-    def _bases(self) -> dict[str, Basis]:
+    def bases(self) -> dict[str, Basis]:
+        """H/T of each parameter in the basis where it is diagonal."""
         return make_bases(self.curvature, self.temperature)
 
 
