@@ -1,7 +1,7 @@
 """Watching a model at work: what went into each module, and where its output sits in the autograd graph."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import Forward, batch_size_of, forward_of
-from shaver.curvature.shared import Sum, shared
 
 
 @dataclass
@@ -30,7 +29,6 @@ class Call:
         shape: The output's.
         parameter: For a raw parameter that was given a copy a sample: its own name in the module; the edge is the
             copies' then.
-        sum: Where the sum of the weight's per-sample gradients is waited for.
     """
 
     name: str
@@ -39,7 +37,6 @@ class Call:
     edge: GradientEdge
     shape: torch.Size
     parameter: str | None = None
-    sum: Sum | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,6 @@ def watch(
     keep: Keep,
     count: Callable[[], int],
     spread: Mapping[str, Spread],
-    sharing: Collection[str] = (),
 ) -> list[RemovableHandle]:
     """Register the hooks behind :func:`recording`; ``count`` is asked at every call, and 0 turns them off.
 
@@ -194,14 +190,13 @@ def watch(
         keep: What to do with a call.
         count: The number of samples.
         spread: Name → how, for those of ``modules`` whose input has no samples.
-        sharing: Names of those whose weight gradient may come from a look.
     """
     handles = []
     for name, module in modules.items():
         if name in spread:
-            hook = spreader(name, spread[name], keep, count)
+            hook: Callable[..., Tensor | None] = spreader(name, spread[name], keep, count)
         else:
-            hook = recorder(name, keep, count, name in sharing)
+            hook = recorder(name, keep, count)
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     for raw in copies:
         handles.append(raw.module.register_forward_pre_hook(copier(raw, keep, count)))
@@ -230,28 +225,22 @@ def _restorer(raw: Copies) -> Callable[..., None]:
     return after
 
 
-def recorder(name: str, keep: Keep, count: Callable[[], int], shares: bool = False) -> Callable[..., Tensor | None]:
-    """A forward hook that hands every call with a gradient to ``keep``, perhaps by a node of :func:`shared`."""
+def recorder(name: str, keep: Keep, count: Callable[[], int]) -> Callable[..., None]:
+    """A forward hook that hands every call with a gradient to ``keep``."""
 
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         inputs = _first_tensor(args, kwargs)
-        if not isinstance(output, Tensor) or not output.requires_grad or inputs is None:
-            return None
-        edge = _edge(output)
-        new = shared(module, inputs, output) if shares else None
-        if new is None:
+        if isinstance(output, Tensor) and output.requires_grad and inputs is not None:
+            edge = _edge(output)
             keep(Call(name, module, inputs.detach(), edge, output.shape), edge.node)
-            return None
-        other, found = new
-        keep(Call(name, module, inputs.detach(), get_gradient_edge(other), other.shape, sum=found), edge.node)
-        return other
 
-    recorded: Callable[..., Tensor | None] = record
+    recorded: Callable[..., None] = record
     if "torch._dynamo" in sys.modules:  # a compiler would trace it, with tensors that have no graph
         recorded = torch.compiler.disable(record)  # type: ignore[no-untyped-call]
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        return recorded(module, args, kwargs, output) if count() else None
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if count():
+            recorded(module, args, kwargs, output)
 
     return hook
 

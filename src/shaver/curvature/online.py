@@ -1,8 +1,7 @@
 """H from training's own passes: a moving average of the diagonal, with no pass over the data of its own.
 
-Hooks on the model look at every k-th step. The empirical Fisher (EF) is read off the ordinary backward pass, and gives
-that pass the weights' gradients in return (:mod:`shaver.curvature.shared`); the Monte-Carlo Fisher (MC) adds one
-backward pass, without weight gradients, on those steps.
+Hooks on the model look at every k-th step. The empirical Fisher (EF) is read off the ordinary backward pass; the
+Monte-Carlo Fisher (MC) adds one backward pass, without weight gradients, on those steps.
 """
 
 import math
@@ -49,8 +48,7 @@ class OnlineCurvature:
 
     Several forward and backward passes before one ``step`` (gradient accumulation) count as one larger batch. In
     training mode batch norm's statistics count as constants and dropout stays on, except for parameters left to the
-    generic rule, which sees the network in evaluation mode. Gradients are those of an unwatched step; with EF the sum
-    over samples may be taken in another order, so that their last bits differ.
+    generic rule, which sees the network in evaluation mode. Gradients are those of an unwatched step.
 
     Args:
         model: The network, called as ``model(...)`` in the loop.
@@ -302,9 +300,7 @@ class OnlineCurvature:
         for handle in self._layer_handles:
             handle.remove()
         copies = list(self.plan.copies.values())
-        # MC's gradients are others than the loss's, and a sharded weight is brought together by hooks of its own
-        sharing = self.plan.with_weight() if self.source == "ef" and not self._sharded else ()
-        self._layer_handles = watch(self.plan.modules, copies, self._keep, self._samples, self.plan.spread, sharing)
+        self._layer_handles = watch(self.plan.modules, copies, self._keep, self._samples, self.plan.spread)
         self._handles.pop().remove()  # the model may be a layer itself: what ends its pass comes last
         self._handles.append(self.model.register_forward_hook(self._after_hook, with_kwargs=True))
 

@@ -12,8 +12,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from shaver.curvature.capture import Call
 from shaver.curvature.plan import Plan
 from shaver.curvature.reading import read_loss
-from shaver.curvature.shared import Sum
-from shaver.curvature.uses import Outer
 from shaver.likelihoods import Classification, Likelihood
 
 #: Numbers in the outputs of all layers beyond which MC does not hold their gradients side by side.
@@ -131,10 +129,7 @@ class Pass:
                 return  # the loss's own gradient, which MC does not ask for
             self._caught[place] = grads[number].detach()
             if at_once:
-                waiting = self.calls[place].sum
-                self._square({place: grads[number].detach()}, waiting)
-                if waiting is not None:
-                    waiting.of = grads[number]
+                self._square({place: grads[number].detach()})
 
         return hook
 
@@ -173,21 +168,15 @@ class Pass:
         del grads
         self.finish()
 
-    def _square(self, gradients: dict[int, Tensor], waiting: Sum | None = None) -> None:
-        """Add the squares of per-sample gradients, given the gradients at the outputs of some calls.
-
-        With ``waiting``, the sum of a weight's per-sample gradients is left there.
-        """
+    def _square(self, gradients: dict[int, Tensor]) -> None:
+        """Add the squares of per-sample gradients, given the gradients at the outputs of some calls."""
         if not gradients or not (self.factor or self.look.always):
             return
         assert self._plan is not None
         calls = [self.calls[place] for place in gradients]
         with torch.no_grad():
             for name, use in self._plan.uses(calls, [g.unsqueeze(0) for g in gradients.values()], self.count):
-                if waiting is not None and isinstance(use, Outer):
-                    squares, waiting.gradient = use.square_and_plain_sum()
-                else:
-                    squares = use.square_sum()
+                squares = use.square_sum()
                 self.look.add(name, self.scaled(squares) if self.factor else squares.zero_())
         for place, call in zip(gradients, calls, strict=True):
             self._caught[place] = None

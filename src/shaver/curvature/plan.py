@@ -125,10 +125,6 @@ class Plan:
         shared = {user for several in users.values() if len(several) > 1 for user in several}
         return {(call.name, call.parameter) for call in calls} - shared
 
-    def with_weight(self) -> set[str]:
-        """Names of the modules whose weight has a rule."""
-        return {module for module, own, _ in self.choices if own == "weight"}
-
     def labels(self) -> dict[str, str]:
         """Parameter → rule, in words."""
         words: dict[str, list[str]] = {}

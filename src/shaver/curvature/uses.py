@@ -132,22 +132,11 @@ class Outer:
         """Σ g² for these output gradients alone."""
         return self.joint_square_sum([self.grads])
 
-    def square_and_plain_sum(self) -> tuple[Tensor, Tensor]:
-        """Σ g² and Σ g, the gradient of the samples together, for one output gradient (K = 1)."""
-        _, _, outputs, _ = self.grads.shape
-        plain = self.grads.new_zeros(self.groups, outputs // self.groups, self.shape.numel() // outputs)
-        squares = self.joint_square_sum([self.grads], plain)
-        return squares, self._to_shape(plain.flatten(0, 1))
-
-    def joint_square_sum(self, grads: Sequence[Tensor], plain: Tensor | None = None) -> Tensor:
+    def joint_square_sum(self, grads: Sequence[Tensor]) -> Tensor:
         """Σ g² for several output gradients of the same samples, each ``(K, B, g·O, T)``.
 
         One matmul of squared factors with one position; else per-sample gradients, a cache-sized tile at a time, in
         which all output gradients share their inputs.
-
-        Args:
-            grads: The output gradients.
-            plain: With one output gradient: ``(g, O, I)``, to which Σ g is added.
         """
         _, batch, outputs, positions = self.grads.shape
         columns = sum(len(grad) for grad in grads)
@@ -157,9 +146,6 @@ class Outer:
             squares = [grad.squeeze(-1).square() for grad in grads]
             b = squares[0].squeeze(0) if columns == 1 else torch.cat(squares).sum(0)
             a = self.inputs(slice(None)).squeeze(-1)
-            if plain is not None:
-                columns_first = grads[0][0].reshape(batch, g, outs).permute(1, 2, 0)
-                plain.baddbmm_(columns_first, a.reshape(batch, g, ins).transpose(0, 1))
             a = a.square()
             if g == 1:
                 return self._to_shape(b.t() @ a)
@@ -168,15 +154,9 @@ class Outer:
         if self.built is not None and columns * outputs <= self.built.up_to:
             stacked = grads[0] if len(grads) == 1 else torch.cat(list(grads))
             squared: list[Tensor] = []
-            sums: list[Tensor] = []
             for piece in self._tiles(columns * self.built.numbers):
                 b = stacked[:, piece].transpose(0, 1).flatten(1, 2)
-                part = self.built.gradients(piece, b)
-                if plain is not None:
-                    sums.append(part.sum(1))
-                squared.append(part.square_().sum(1))
-            if plain is not None:
-                plain += self.built.weights(_added(sums)).reshape(1, outs, ins)
+                squared.append(self.built.gradients(piece, b).square_().sum(1))
             total = self.built.weights(_added(squared)).reshape(columns, outs, ins).sum(0)
             return self._to_shape(total)
         total = self.grads.new_zeros(g, outs, ins)
@@ -186,8 +166,6 @@ class Outer:
             rows = [grad[:, piece].transpose(0, 1) for grad in grads]  # (n, K, g·O, T)
             b = _grouped(rows[0] if len(rows) == 1 else torch.cat(rows, 1), 2, g).transpose(1, 2)
             part = torch.bmm(b.reshape(len(a), columns * outs, positions), a)
-            if plain is not None:
-                plain += part.view(-1, g, outs, ins).sum(0)
             if len(part) == columns == 1:
                 total.addcmul_(part, part)
             else:
