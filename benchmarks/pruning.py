@@ -52,7 +52,7 @@ class PruningSetting(Setting):
 def prepare(setting: PruningSetting, name: str, method: str, seed: int) -> dict[str, Any]:
     """Data and the trained network of an experiment, from its folder if it was trained before."""
     import shaver
-    from shaver.lab.run.trained import load_trained
+    from shaver.files import load_trained
 
     found = data_of(setting, name, seed)
     for path in studied(setting, name, method, seed):

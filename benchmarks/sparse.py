@@ -16,8 +16,9 @@ from shaver import zoo
 from shaver.criteria import score
 from shaver.curvature import Curvature, DiagonalBlock
 from shaver.evidence import Posterior
+from shaver.files import load, save
 from shaver.io import save_tensors
-from shaver.pruning import load, masks_at, prune, save, sparse_inference
+from shaver.pruning import masks_at, prune, sparse_inference
 
 LEVELS = [0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99]
 

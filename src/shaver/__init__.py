@@ -15,15 +15,15 @@ _NAMES = {
     "SpaM": "shaver.spam",
     "compact": "shaver.structure",
     "fit": "shaver.training",
-    "load": "shaver.pruning",
+    "load": "shaver.files",
     "log_evidence": "shaver.evidence",
     "prune": "shaver.pruning",
-    "save": "shaver.pruning",
+    "save": "shaver.files",
     "score": "shaver.criteria",
     "sparse_inference": "shaver.pruning",
 }
 _ROOMS = (
-    *("criteria", "curvature", "data", "evidence", "io", "likelihoods", "measure"),
+    *("criteria", "curvature", "data", "evidence", "files", "io", "likelihoods", "measure"),
     *("priors", "pruning", "structure", "training", "zoo"),
 )
 
@@ -38,6 +38,7 @@ __all__ = [
     "curvature",
     "data",
     "evidence",
+    "files",
     "fit",
     "io",
     "likelihoods",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
         curvature,
         data,
         evidence,
+        files,
         io,
         likelihoods,
         measure,
@@ -72,7 +74,8 @@ if TYPE_CHECKING:
     )
     from shaver.criteria import score
     from shaver.evidence import Posterior, log_evidence
-    from shaver.pruning import load, prune, save, sparse_inference
+    from shaver.files import load, save
+    from shaver.pruning import prune, sparse_inference
     from shaver.spam import SpaM
     from shaver.structure import compact
     from shaver.training import Diverged, History, fit

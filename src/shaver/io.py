@@ -3,6 +3,7 @@
 A file appears under its name only when it is complete: it is written beside it, flushed to the disk, and renamed.
 """
 
+import hashlib
 import json
 import os
 import tempfile
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as _parse
 from safetensors.torch import save as _serialise
@@ -73,7 +75,10 @@ def save_tensors(
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read a safetensors file; a damaged or foreign file is named."""
-    content = Path(path).read_bytes()
+    return _parsed(path, Path(path).read_bytes())
+
+
+def _parsed(path: str | os.PathLike[str], content: bytes) -> dict[str, Tensor]:
     try:
         return _parse(content)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -126,20 +131,46 @@ def unpack(tensors: Mapping[str, Tensor], value: object) -> Any:
     return value
 
 
+def digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
+    """A checksum of tensors (names, types, shapes and contents) and a text."""
+    checksum = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        checksum.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return checksum.hexdigest()
+
+
 def save_state(path: str | os.PathLike[str], state: object) -> None:
-    """Write any nested state as one safetensors file: its tensors, and the rest as JSON in the header. Atomic."""
+    """Write any nested state as one safetensors file: its tensors, and the rest as JSON in the header. Atomic.
+
+    The header has a checksum of both, so that a damaged file is refused instead of giving other numbers.
+    """
     tensors, rest = pack(state)
-    save_tensors(path, tensors, {"state": json.dumps(rest)})
+    text = json.dumps(rest)
+    save_tensors(path, tensors, {"state": text, "sha256": digest(tensors, text)})
 
 
-def load_state(path: str | os.PathLike[str]) -> Any:
-    """Read what :func:`save_state` wrote; nothing is executed or unpickled."""
-    tensors = load_tensors(path)
+def load_state(path: str | os.PathLike[str], *, missing: object = ...) -> Any:
+    """Read what :func:`save_state` wrote; nothing is executed or unpickled.
+
+    Args:
+        path: The file.
+        missing: Returned for a safetensors file without a saved state; by default that is an error.
+
+    Raises:
+        ValueError: The file is damaged, or was written by something else.
+    """
     content = Path(path).read_bytes()
+    tensors = _parsed(path, content)
     size = int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8 : 8 + size]).get("__metadata__", {})
     if "state" not in metadata:
+        if missing is not ...:
+            return missing
         raise ValueError(f"{path} is a safetensors file without a saved state; it was written by something else.")
+    if metadata.get("sha256") != digest(tensors, metadata["state"]):
+        raise ValueError(f"{path} is damaged: its contents do not match its checksum.")
     return unpack(tensors, json.loads(metadata["state"]))
 
 

@@ -100,7 +100,7 @@ def test_a_spam_run_is_pruned_by_its_own_posterior_without_data(runs, tmp_path, 
     posterior = shaver.Posterior.load(runs / "spam" / "posterior.safetensors")
     pruned = shaver.prune(reference, shaver.score(reference, "opd", posterior=posterior), 0.8, posterior=posterior)
     assert same(shaver.load(out), reference)
-    masks = shaver.pruning.load_masks(out)
+    masks = shaver.files.load_masks(out)
     assert all(torch.equal(masks[name], mask) for name, mask in pruned.masks.items())
     report = json.loads((out / "pruning.json").read_text())
     assert (report["criterion"], report["requested"], report["achieved"]) == ("opd", 0.8, pruned.achieved)
@@ -200,7 +200,7 @@ def test_two_of_four_and_layers(runs, tmp_path):
         out = tmp_path / scope.replace(":", "of")
         arguments = ["prune", str(runs / "map"), "--criterion", "magnitude", "--scope", scope, *extra]
         assert main([*arguments, "--out", str(out)]) == 0
-        for name, mask in shaver.pruning.load_masks(out).items():
+        for name, mask in shaver.files.load_masks(out).items():
             assert float(mask.double().mean()) == pytest.approx(0.5, abs=0.03), name
 
 
@@ -304,7 +304,7 @@ def test_bad_input_is_answered_and_nothing_is_written(runs, own, tmp_path, capsy
         ([run, *magnitude, "--cap", "2"], "cap is the largest share"),
         ([run, "--sparsity", "0.9", "--data", "cancer", "--prior-precision", "-1"], "must be positive"),
         ([run, "--sparsity", "0.9", "--data", "cancer", "--samples", "0"], "--samples must be 1 or more"),
-        ([runs, *magnitude], "holds neither a run .* There is .*checkpoint"),
+        ([runs, *magnitude], "no run of shaver.fit .* There is .*checkpoint"),
         (["nowhere", *magnitude], "nowhere does not exist"),
         (["notes.txt", *magnitude], "damaged or of another kind"),
         (["cut.safetensors", *magnitude], "damaged or of another kind"),
@@ -351,7 +351,7 @@ def test_a_full_disk_leaves_the_old_network_or_none(runs, tmp_path, capsys, monk
     assert main([*run, "0.5"]) == 0
     half = shaver.load(out)
     with monkeypatch.context() as patch:
-        patch.setattr("shaver.pruning.files.save_tensors", full)
+        patch.setattr("shaver.files.folder.save_tensors", full)
         with pytest.raises(OSError, match="No space"):
             shaver.save(half, out)
     assert same(shaver.load(out), half)

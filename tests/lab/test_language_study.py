@@ -17,6 +17,7 @@ import transformers as T
 import shaver
 from shaver.commands.main import main
 from shaver.data.catalog import Texts, TextSplits
+from shaver.files import load_trained
 from shaver.lab import get_recipe, load_runs, run_study
 from shaver.lab.recipes.grid import cells_of
 from shaver.lab.recipes.language import (
@@ -31,7 +32,6 @@ from shaver.lab.recipes.language import (
 from shaver.lab.recipes.recipe import SCALES
 from shaver.lab.run.cell import run_cell
 from shaver.lab.run.sweep import DENSE
-from shaver.lab.run.trained import load_trained
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "the", "was"]
 NAMES = ("distilbert-imdb", "gpt2-imdb", "minilm-imdb", "small-gpt-imdb", "small-gpt-words")

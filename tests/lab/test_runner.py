@@ -17,6 +17,7 @@ from rich.console import Console
 
 import shaver
 from shaver.commands.main import main
+from shaver.files import load_trained
 from shaver.lab import get_recipe, load_runs, run_study
 from shaver.lab.recipes.grid import cells_of
 from shaver.lab.recipes.recipe import Recipe, Stage, Task
@@ -24,7 +25,6 @@ from shaver.lab.run.cell import run_cell
 from shaver.lab.run.engines import LocalEngine, SlurmEngine
 from shaver.lab.run.runner import is_done
 from shaver.lab.run.sweep import DENSE
-from shaver.lab.run.trained import load_trained
 
 CANCER = {"name": "fcn", "inputs": 30, "hidden": [8], "classes": 2}
 TINY = Task("tiny", "Tiny FCN", "cpu", "tiny", CANCER, "cancer", epochs=1, batch_size=64)

@@ -194,3 +194,26 @@ class TestFixup:
             scale.scale.fill_(3)
         assert torch.equal(bias(x), x + 2)
         assert torch.equal(scale(x), x * 3)
+
+
+def test_a_saved_reader_is_rebuilt_and_nothing_else_of_the_library():
+    """The name of its model comes from a file, so it must not reach every attribute of transformers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DistilBertConfig(vocab_size=30, dim=16, n_layers=1, n_heads=2, hidden_dim=8, pad_token_id=0)
+    reader = zoo.Reader(transformers.DistilBertForSequenceClassification(config))
+    arguments = zoo.arguments_of(reader)
+    again = zoo.rebuild(arguments)
+    assert {n: p.shape for n, p in again.named_parameters()} == {n: p.shape for n, p in reader.named_parameters()}
+    for name in ("AutoTokenizer", "Trainer", "pipeline", "__doc__", "DistilBertModel", 3):
+        with pytest.raises(ValueError, match="is not a sequence classifier or causal model"):
+            zoo.rebuild(arguments | {"model": name})
+    with pytest.raises(ValueError, match="is not a sequence classifier"):
+        zoo.rebuild(arguments | {"config": {"model_type": ["bert"]}})
+    for wrong, message in [
+        ({"name": "reader", "weights": "x"}, "cannot be built with these options"),
+        ({"name": ["lenet"]}, "does not say which network"),
+        (7, "does not say which network"),
+        ({"name": "os"}, "unknown network 'os'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            zoo.rebuild(wrong)

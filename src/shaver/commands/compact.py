@@ -21,12 +21,11 @@ from shaver.commands.setting import (
     scoring,
     shape_of,
 )
+from shaver.files import load_trained, save
 from shaver.io import read_json, write_json
 from shaver.lab.report.comparison import before_and_after
 from shaver.lab.run.sweep import Row
-from shaver.lab.run.trained import load_trained
 from shaver.measure.example import resize
-from shaver.pruning import save
 from shaver.pruning.ranking import check_sparsity
 from shaver.structure import Choosing, CompactReport, compact_with_report, find_groups
 from shaver.structure.export import export_onnx

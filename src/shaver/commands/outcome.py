@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from shaver.commands.setting import Setting
+from shaver.files import save
+from shaver.files.folder import PLAN
 from shaver.lab.run.sweep import Row
 from shaver.measure import cost, quality
-from shaver.pruning import save
-from shaver.pruning.files import PLAN
 
 
 def check_free(out: Path) -> None:

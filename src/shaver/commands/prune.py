@@ -17,11 +17,12 @@ from shaver.commands.setting import (
     scoring,
     shape_of,
 )
+from shaver.files import save
 from shaver.io import write_json
 from shaver.lab.report.comparison import before_and_after
 from shaver.lab.run.sweep import Row
 from shaver.likelihoods import Classification
-from shaver.pruning import Pruned, prune, save
+from shaver.pruning import Pruned, prune
 from shaver.pruning.ranking import check_sparsity
 
 REPORT = "pruning.json"

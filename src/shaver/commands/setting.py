@@ -14,10 +14,11 @@ from shaver import criteria
 from shaver.commands.network_options import NetworkOptions
 from shaver.curvature import estimate
 from shaver.evidence import Posterior
-from shaver.lab.run.trained import Trained, import_function, load_trained
+from shaver.files import TrainedNetwork, load_trained
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import Example, call
+from shaver.naming import import_function
 from shaver.training.sources import Source, open_source
 
 _BATCH = 256
@@ -58,7 +59,7 @@ class Setting:
 
     options: NetworkOptions
     criterion: str
-    trained: Trained
+    trained: TrainedNetwork
     likelihood: Likelihood
     data: Data | None
     example: Example | None
@@ -102,7 +103,7 @@ def how_to_give_data() -> str:
     return _NO_DATA.format(", ".join(name for name in shaver.data.names() if name != "imdb"))
 
 
-def _likelihood(options: NetworkOptions, trained: Trained) -> Likelihood:
+def _likelihood(options: NetworkOptions, trained: TrainedNetwork) -> Likelihood:
     if options.likelihood is not None:
         return get_likelihood(options.likelihood)
     if isinstance(trained.likelihood, str) and options.data is not None:

@@ -1,7 +1,6 @@
 """Pruning: from scores to masks, masks in force, and what is left on disk and in the processor."""
 
 from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain
-from shaver.pruning.files import load, load_masks, save
 from shaver.pruning.hold import Hold
 from shaver.pruning.in_training import Online
 from shaver.pruning.masks import Masks
@@ -25,10 +24,7 @@ __all__ = [
     "cubic",
     "evidence_gain",
     "linear",
-    "load",
-    "load_masks",
     "masks_at",
     "prune",
-    "save",
     "sparse_inference",
 ]

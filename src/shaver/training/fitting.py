@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shaver.batches import Forward, Targets, forward_of, targets_of
+from shaver.files import checkpoints
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_name
-from shaver.training import checkpoints
 from shaver.training.history import History, Logger
 from shaver.training.holding import check_masks, fingerprint
 from shaver.training.optimizers import OptimizerLike
 from shaver.training.options import Options
 from shaver.training.progress import Progress
+from shaver.training.randomness import own_randomness
 from shaver.training.run import Run
 from shaver.training.sources import open_source
 from shaver.training.spreading import refuse_wrapped
@@ -116,7 +117,7 @@ def fit(
     if logger == "tensorboard" and folder is None:
         raise ValueError('logger="tensorboard" needs a folder to write into.')
     modes = {module: module.training for module in model.modules()}
-    with checkpoints.own_randomness(seed):
+    with own_randomness(seed):
         train_source = open_source(train, "train", batch_size, shuffle=True, seed=seed)
         valid_source = None if valid is None else open_source(valid, "valid", batch_size, shuffle=False)
         config = {

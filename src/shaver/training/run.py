@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets, batch_size_of, forward_of, targets_of
+from shaver.files import checkpoints
 from shaver.likelihoods import Classification, Likelihood
 from shaver.naming import check_name
 from shaver.settings import Settings, settings_for
-from shaver.training import checkpoints, divergence
+from shaver.training import divergence
 from shaver.training.divergence import Diverged
 from shaver.training.history import History, Logger, TensorBoard
 from shaver.training.holding import Held
+from shaver.training.identity import check_same, describe
 from shaver.training.lasso import l1_norm, soft_threshold
 from shaver.training.optimizers import OptimizerLike, build_optimizer, scheduled_lr
 from shaver.training.options import AMP_TYPES, Options
 from shaver.training.progress import Progress
+from shaver.training.randomness import random_state, set_random_state
 from shaver.training.sources import Source, chunks, to_device
 from shaver.training.spreading import Spread, join
 from shaver.zoo.network import Network
@@ -57,7 +60,7 @@ class Run:
     ) -> None:
         self.model, self.train, self.valid, self.likelihood = model, train, valid, likelihood
         self.forward, self.targets, self.options = forward, targets, options
-        self.config = checkpoints.describe(config)
+        self.config = describe(config)
         self.method, self.epochs = str(config["method"]), int(config["epochs"])
         self.l1, self.seed = float(config["l1"] or 0.0), int(config["seed"])
         self.device = next(model.parameters()).device
@@ -106,7 +109,7 @@ class Run:
         if found is None:
             return None
         path, state = found
-        checkpoints.check_same(path, state["config"], self.config)
+        check_same(path, state["config"], self.config)
         return state
 
     def _attach_pruning(self, pruning: "Masks | Online | Gradual") -> "Held | OnlineRun":
@@ -348,7 +351,7 @@ class Run:
             "spam": None if self.spam is None else self.spam.state_dict(),
             "pruning": None if self.pruning is None else self.pruning.state_dict(),
             "likelihood": self.likelihood.state(),
-            "random": checkpoints.random_state(),
+            "random": random_state(),
             "generators": [generator.get_state() for generator in self.train.generators()],
         }
 
@@ -365,6 +368,6 @@ class Run:
         if self.pruning is not None:
             self.pruning.load_state_dict(state["pruning"])
         self.likelihood.load_state(state["likelihood"])
-        checkpoints.set_random_state(state["random"])
+        set_random_state(state["random"])
         for generator, saved in zip(self.train.generators(), state["generators"], strict=True):
             generator.set_state(saved)

@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from shaver.batches import batch_size_of
 from shaver.curvature.capture import take
 from shaver.ranks import ALONE, Ranks
-from shaver.training import checkpoints
+from shaver.training.randomness import random_state, set_random_state
 
 
 def join(device: torch.device) -> Ranks:
@@ -78,7 +78,7 @@ class Spread:
         All ranks draw from the first one's random numbers here, so that shuffled batches are the same on all.
         """
         if self.ranks:
-            checkpoints.set_random_state(self.ranks.share(checkpoints.random_state()))
+            set_random_state(self.ranks.share(random_state()))
         if not self.ranks or _is_sharded(batches):
             yield from batches
             return

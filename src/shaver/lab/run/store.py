@@ -23,7 +23,7 @@ from shaver.pruning import Online
 from shaver.training import History, Options, fit
 from shaver.training.lasso import search_l1
 
-#: The files of a trained network; :func:`shaver.lab.run.trained.load_trained` reads the first two.
+#: The files of a trained network; :func:`shaver.files.load_trained` reads the first two.
 MODEL, POSTERIOR, HISTORY = "model.safetensors", "model-posterior.safetensors", "history.csv"
 FILES = (MODEL, POSTERIOR, HISTORY)
 _DONE = "training.json"

@@ -24,10 +24,10 @@ class Card:
     Attributes:
         title: The heading.
         summary: A paragraph: what it was trained on and how it was pruned.
-        rows: The numbers, one dict a row; a column that some rows lack stays empty there.
+        rows: The numbers, one dict per row; a column that some rows lack stays empty there.
         figures: SVG or PNG files; they are copied.
         training: Facts of the run, such as epochs, learning rate, prior, seconds.
-        usage: Code that loads the network; None is :func:`shaver.integrations.hub.read_folder` with a factory.
+        usage: Code that loads the network; None is :func:`shaver.load` with a factory.
         license: An SPDX name such as ``"apache-2.0"``; None leaves it unsaid.
         base_model: What was fine-tuned, by its hub name.
         datasets: Hub names of the data.
@@ -87,9 +87,9 @@ class Card:
 
 
 _USAGE = """
-from shaver.integrations.hub import read_folder
+import shaver
 
-model = read_folder("this folder", factory=...)   # the constructor of the original network
+model = shaver.load("this folder", factory=...)   # the constructor of the original network
 """
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import shaver
-from shaver.pruning import load_masks, prune
+from shaver.files import load_masks
+from shaver.pruning import prune
 from shaver.structure import find_groups, plan_of, remove_units
 from tests.structure.compact_cases import Encoder, case, draw, numbers, outputs, shaken
 
@@ -21,7 +22,7 @@ def compacted(name, seed=1):
 def assert_same(a, b, example):
     assert {n: t.shape for n, t in a.state_dict().items()} == {n: t.shape for n, t in b.state_dict().items()}
     assert all(torch.equal(t, b.state_dict()[n]) for n, t in a.state_dict().items())
-    assert torch.equal(outputs(a.eval(), example), outputs(b.eval(), example))
+    torch.testing.assert_close(outputs(a.eval(), example), outputs(b.eval(), example))
 
 
 @pytest.mark.parametrize("name", ["lenet", "resnet18", "vit", "mixer", "wrn16_fixup"])
@@ -29,14 +30,11 @@ def test_networks_of_the_zoo_need_no_factory(tmp_path, name):
     small, example = compacted(name)
     shaver.save(small, tmp_path)
     dense = shaver.zoo.build(**small.arguments)
-    with pytest.raises(ValueError, match=r"float64 in the file and .* float32 in the network"):
-        shaver.load(tmp_path)
-    shaver.save(small.float(), tmp_path)
     restored = shaver.load(tmp_path)
     assert type(restored) is type(dense)
-    assert_same(restored, small, example.float())
-    shaver.save(restored, tmp_path / "again")  # what was loaded carries its plan on
-    assert_same(shaver.load(tmp_path / "again"), small, example.float())
+    assert_same(restored, small, example)
+    shaver.save(restored.float(), tmp_path / "again")  # what was loaded carries its plan on
+    assert_same(shaver.load(tmp_path / "again"), small.float(), example.float())
 
 
 def test_a_users_own_network_and_one_that_contains_it(tmp_path):
@@ -154,7 +152,7 @@ def test_a_transformers_model_of_uniform_widths_keeps_a_config_that_loads(tmp_pa
     assert config.to_dict() == before  # the caller's own object
     small.save_pretrained(tmp_path / "hub")
     restored = type(small).from_pretrained(tmp_path / "hub", dtype=torch.float64)
-    assert torch.equal(outputs(restored.eval(), example), outputs(small, example))
+    assert_same(restored, small, example)
     shaver.save(small, tmp_path / "own")
     from_original = shaver.load(tmp_path / "own", lambda: type(model)(config).double())
     assert_same(from_original, small, example)

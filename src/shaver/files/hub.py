@@ -4,18 +4,15 @@ Local folders are all that is needed; a hub is asked only when a name that is no
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from shaver.integrations.card import Card
-from shaver.io import load_tensors, read_json, save_tensors, write_json
-from shaver.pruning.files import fill
-from shaver.structure.plan import Plan, plan_of, resize, shapes_after
-from shaver.zoo import build
-from shaver.zoo.network import Network
+from shaver.files.card import Card
+from shaver.files.network import Factory, StoredNetwork, construction, removed_from, tied
+from shaver.io import digest, load_tensors, read_json, save_tensors, write_json
 
 FORMAT, VERSION = "shaver.hub", 1
 CONFIG, WEIGHTS, PLAN = "config.json", "model.safetensors", "shaver.json"
@@ -28,11 +25,11 @@ def write_folder(
     card: Card | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a network as a hub expects it, masked or compact.
+    """Write a network as a hub expects it, masked or compact. :func:`shaver.load` reads it back.
 
     Example:
         >>> write_folder(small, "small-bert", card=Card("Small BERT", rows=rows, figures=["curve.svg"]))
-        >>> again = read_folder("small-bert", factory=lambda: BertModel(config))
+        >>> again = shaver.load("small-bert", factory=lambda: BertModel(config))
 
     ``config.json`` is the model's own configuration where it has one (transformers); ``model.safetensors`` has every
     tensor under its name, tied ones once; ``shaver.json`` says what was removed, so that the original constructor's
@@ -41,7 +38,7 @@ def write_folder(
 
     Args:
         model: The network.
-        folder: Created if need be.
+        folder: Created if it does not exist.
         card: The model card; None writes none.
         config: Entries for ``config.json`` beside the model's own.
     """
@@ -50,23 +47,10 @@ def write_folder(
     known = own.to_diff_dict() if hasattr(own, "to_diff_dict") else {}
     if known:
         known["architectures"] = [type(model).__name__]
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in model.state_dict().items():
-        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and identity in seen:
-            tied[name] = seen[identity]
-            continue
-        seen[identity] = name
-        tensors[name] = tensor.detach().cpu().contiguous()
-    removed = plan_of(model)
-    plan: dict[str, Any] = {"format": FORMAT, "version": VERSION, "class": type(model).__name__, "tied": tied}
-    if removed is not None:
-        plan["removed"] = removed.to_json()
-    if isinstance(model, Network):
-        plan["network"] = model.arguments
-    target.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict()
+    same = tied(state)
+    tensors = {name: tensor for name, tensor in state.items() if name not in same}
+    plan = {"format": FORMAT, "version": VERSION, **construction(model), "tied": same, "sha256": digest(tensors)}
     save_tensors(target / WEIGHTS, tensors, {"format": "pt"})
     write_json(target / CONFIG, known | {"library_name": "shaver"} | dict(config or {}))
     if card is not None:
@@ -75,18 +59,13 @@ def write_folder(
     return target
 
 
-def read_folder(folder: str | os.PathLike[str], factory: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """Rebuild a network that :func:`write_folder` wrote.
-
-    Args:
-        folder: The folder.
-        factory: Builds the network with its original shapes. A network of :mod:`shaver.zoo` needs none.
+def read_hub_folder(source: Path) -> StoredNetwork:
+    """Read what :func:`write_folder` wrote.
 
     Raises:
         FileNotFoundError: The folder is not there or not complete.
-        ValueError: It was written by something else, or does not fit the network.
+        ValueError: It is damaged, or was written by something else.
     """
-    source = Path(folder)
     for name in (PLAN, WEIGHTS):
         if not (source / name).is_file():
             raise FileNotFoundError(f"{source} holds no network of shaver's in a hub's format: there is no {name}.")
@@ -95,21 +74,14 @@ def read_folder(folder: str | os.PathLike[str], factory: Callable[[], nn.Module]
         raise ValueError(f"{source / PLAN} was written by something else.")
     if plan.get("version") != VERSION:
         raise ValueError(f"{source} has version {plan.get('version')} of the format; this shaver reads {VERSION}.")
-    if factory is None and "network" not in plan:
-        raise ValueError(f"{source} holds a {plan.get('class')} and not how it is built: pass factory=….")
-    model = factory() if factory is not None else build(**plan["network"])
-    stored = load_tensors(source / WEIGHTS)
-    stored |= {name: stored[same] for name, same in plan.get("tied", {}).items()}
-    shapes = {name: tensor.shape for name, tensor in stored.items()}
-    if "removed" in plan and {name: tensor.shape for name, tensor in model.state_dict().items()} != shapes:
-        removed = Plan.from_json(plan["removed"])
-        try:
-            shapes_after(model, removed)
-        except ValueError as error:
-            raise ValueError(f"{source} does not fit {type(model).__name__}: {error}") from error
-        resize(model, removed)
-    fill(model, stored, source)
-    return model
+    weights = load_tensors(source / WEIGHTS)
+    if digest(weights) != plan.get("sha256"):
+        raise ValueError(f"{source / WEIGHTS} is damaged: its contents are not what {PLAN} says.")
+    same = plan.get("tied")
+    if not isinstance(same, dict) or not all(first in weights for first in same.values()):
+        raise ValueError(f"{source / PLAN} is damaged: its tied weights are not in {WEIGHTS}.")
+    weights |= {name: weights[first] for name, first in same.items()}
+    return StoredNetwork(source, weights, plan.get("network"), removed_from(plan, source))
 
 
 def push(folder: str | os.PathLike[str], name: str, *, private: bool = True, message: str = "Upload") -> str:
@@ -125,11 +97,10 @@ def push(folder: str | os.PathLike[str], name: str, *, private: bool = True, mes
     return address
 
 
-def pull(name: str, factory: Callable[[], nn.Module] | None = None, *, revision: str | None = None) -> nn.Module:
-    """A network from a local folder, or from the hub where ``name`` is no folder: :func:`read_folder` of a download."""
-    if Path(name).is_dir():
-        return read_folder(name, factory)
-    return read_folder(_hub().snapshot_download(name, revision=revision), factory)
+def pull(name: str, factory: Factory | None = None, *, revision: str | None = None) -> nn.Module:
+    """A network from the hub, or from a local folder where ``name`` is one."""
+    folder = name if Path(name).is_dir() else _hub().snapshot_download(name, revision=revision)
+    return read_hub_folder(Path(folder)).rebuild(factory)
 
 
 def _hub() -> Any:

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shaver.criteria import score
+from shaver.files import folder, load, load_masks, save
+from shaver.files.encoding import decode, encode
 from shaver.io import save_tensors
-from shaver.pruning import files, load, load_masks, prune, save
-from shaver.pruning.encoding import decode, encode
+from shaver.pruning import prune
 
 
 def lenet():
@@ -118,7 +119,7 @@ def test_saving_again_replaces_and_an_interrupted_save_keeps_the_old(tmp_path, m
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_json", fail)
+        patch.setattr(folder, "write_json", fail)
         with pytest.raises(OSError, match="no space"):
             save(new, tmp_path)
     assert_same(load(tmp_path, lenet), old)
@@ -142,8 +143,6 @@ def test_loading_into_a_network_changes_it_only_if_everything_fits(tmp_path):
         load(tmp_path, lambda: nn.Sequential(nn.Conv2d(1, 6, 5)))
     with pytest.raises(ValueError, match=r"'11\.weight' is missing in the file"):
         load(tmp_path, lambda: nn.Sequential(*lenet(), nn.Linear(10, 10)))
-    with pytest.raises(ValueError, match="float64 in the network"):
-        load(tmp_path, lambda: lenet().double())
     with pytest.raises(TypeError, match="returned a int"):
         load(tmp_path, lambda: 3)
 
@@ -182,9 +181,44 @@ def test_damaged_and_foreign_folders_are_named(tmp_path):
     expect("not valid JSON")
     plan_file.unlink()
     expect("holds no saved network", FileNotFoundError)
+    with pytest.raises(FileNotFoundError, match="holds no saved network"):
+        load_masks(tmp_path)
     save_tensors(tmp_path / "other" / "x.safetensors", {"a": torch.ones(1)})
     with pytest.raises(FileNotFoundError, match="holds no saved network"):
         load(tmp_path / "other", lenet)
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_network_takes_the_precision_of_the_file(tmp_path, stored):
+    torch.manual_seed(0)
+    model = lenet().to(stored)
+    save(model, tmp_path)
+    built = lenet()
+    first = built[0].weight
+    for restored in (load(tmp_path, lenet), load(tmp_path, built)):
+        assert_same(restored, model)
+    assert built[0].weight is first  # an optimizer that holds it stays valid
+    restored(torch.ones(1, 1, 28, 28, dtype=stored)).sum().backward()
+    assert first.grad.dtype == stored
+
+
+def test_a_file_of_whole_numbers_is_no_network_of_floats(tmp_path):
+    model = nn.Linear(3, 2)
+    integers = nn.Linear(3, 2)
+    integers.weight = nn.Parameter(torch.ones(2, 3, dtype=torch.int64), requires_grad=False)
+    save(integers, tmp_path)
+    with pytest.raises(ValueError, match="'weight' is 2x3 int64 in the file and 2x3 float32 in the network"):
+        load(tmp_path, model)
+    assert model.weight.dtype == torch.float32
+
+
+def test_files_of_the_user_stay_in_the_folder(tmp_path):
+    own = tmp_path / "weights-of-my-thesis.safetensors"
+    save_tensors(own, {"precious": torch.ones(1)})
+    for _ in range(2):
+        save(lenet(), tmp_path)
+    assert own.is_file()
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @settings(max_examples=150, deadline=None)

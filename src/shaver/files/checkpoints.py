@@ -1,0 +1,54 @@
+"""Checkpoints: one atomic file per epoch, the last two kept, with everything that a run needs to continue exactly.
+
+``checkpoint-00007.safetensors`` is the state after epoch 7. The file appears complete or not at all, and the one
+before it is removed only when two newer ones exist, so a kill or a full disk at any moment leaves a good one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from shaver.io import load_state, save_state
+
+_PATTERN = "checkpoint-*.safetensors"
+_KEEP = 2
+#: What a finished SpaM run leaves beside its checkpoints.
+POSTERIOR = "posterior.safetensors"
+
+
+def save_checkpoint(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
+    """Write the state after ``epoch``, then remove what is older than the one before."""
+    path = folder / f"checkpoint-{epoch:05d}.safetensors"
+    save_state(path, state)
+    for old in sorted(folder.glob(_PATTERN))[:-_KEEP]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest readable checkpoint of a folder, or ``None`` if it has none.
+
+    Raises:
+        ValueError: There are checkpoints and none can be read.
+    """
+    errors = []
+    for path in sorted(folder.glob(_PATTERN), reverse=True):
+        try:
+            state = load_state(path)
+        except (ValueError, KeyError) as error:
+            errors.append(str(error))
+            continue
+        return path, state
+    if errors:
+        raise ValueError("no checkpoint can be read: " + " ".join(errors) + " Pass resume=False to start anew.")
+    return None
+
+
+def clear(folder: Path, *, checkpoints: bool) -> None:
+    """Remove half-written files of a killed run and, if asked, its checkpoints and posterior."""
+    for pattern in (".checkpoint-*.part", f".{POSTERIOR}.*.part"):
+        for leftover in folder.glob(pattern):
+            leftover.unlink(missing_ok=True)
+    if checkpoints:
+        for old in folder.glob(_PATTERN):
+            old.unlink(missing_ok=True)
+        (folder / POSTERIOR).unlink(missing_ok=True)

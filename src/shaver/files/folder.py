@@ -1,0 +1,168 @@
+"""The folder of a masked or compact network: only what is left is stored, and loading restores every bit.
+
+A folder holds ``plan.json`` (format, version, and how each tensor is coded) and one safetensors file named after its
+contents. The plan is written last and atomically, so that a folder always holds one complete network: the new or the
+old one. Nothing is pickled; the network is rebuilt by the caller's own constructor. For a network of :mod:`shaver.zoo`
+the plan says how it is built. For a compact network it also says which positions of which tensors stayed, so that the
+constructor's network of the original shapes can be made as small.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.files.encoding import CODES, decode, encode
+from shaver.files.network import StoredNetwork, construction, in_words, removed_from, tied
+from shaver.io import digest, load_tensors, read_json, save_tensors, write_json
+from shaver.pruning.masks import Masks
+
+#: Version 2 knows compact networks. A network that is only masked is still written as version 1.
+FORMAT, VERSION, PLAN = "shaver.masked", 2, "plan.json"
+
+_PARTS = {code: ("values",) if code == "dense" else ("where", "values") for code in CODES}
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, Tensor] | None = None) -> Path:
+    """Write a pruned network, masked or compact. Zeros cost almost nothing, removed units nothing.
+
+    Example:
+        >>> import tempfile
+        >>> from shaver.files import load
+        >>> layer = nn.Linear(100, 100)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight[:, 1:].zero_()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = save(layer, folder)
+        ...     same = load(folder, lambda: nn.Linear(100, 100))
+        >>> torch.equal(same.weight, layer.weight)
+        True
+
+    Args:
+        model: The network; parameters and buffers are stored, in their own types. A compact network carries the plan
+            of what was removed from it as an attribute, and so do its copies and networks of which it is a part.
+        folder: Created if it does not exist. An earlier network in it is replaced; other files are left alone.
+        masks: Store these masks too, so that :func:`load_masks` gives them back even where a kept weight is zero.
+            By default every nonzero weight counts as kept.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: A weight is not zero where its mask says so; nothing is written.
+    """
+    target = Path(folder)
+    if masks is not None:
+        _check_masked(model, Masks(masks))
+    state = model.state_dict()
+    same = tied(state)
+    tensors: dict[str, Tensor] = {}
+    entries: dict[str, dict[str, str]] = {name: {"same": first} for name, first in same.items()}
+    for name, tensor in state.items():
+        if name not in same:
+            code, parts = encode(tensor, masks.get(name) if masks is not None else None)
+            shape, kind = in_words(tensor.shape, tensor.dtype).split(" ")
+            entries[name] = {"shape": shape, "type": kind, "code": code}
+            tensors |= {f"{name}/{part}": value for part, value in parts.items()}
+    checksum = digest(tensors)
+    file = f"weights-{checksum[:12]}.safetensors"
+    built = construction(model)
+    plan = {"format": FORMAT, "version": VERSION if "removed" in built else 1, **built}
+    plan |= {"weights": file, "sha256": checksum, "masks": sorted(masks or ())}
+    before = _earlier_weights(target)
+    save_tensors(target / file, tensors)
+    write_json(target / PLAN, plan | {"tensors": {name: entries[name] for name in state}})
+    if before is not None and before != file:
+        (target / before).unlink(missing_ok=True)
+    return target
+
+
+def _earlier_weights(folder: Path) -> str | None:
+    """The weights' file of the network that is in a folder; its own files alone are replaced."""
+    try:
+        return str(_plan(folder)["weights"])
+    except (OSError, ValueError):
+        return None
+
+
+def read_saved(folder: Path) -> StoredNetwork:
+    """Read what :func:`save` wrote.
+
+    Raises:
+        FileNotFoundError: The folder holds no plan, or not the weights it names.
+        ValueError: A file is damaged or foreign.
+    """
+    plan = _plan(folder)
+    weights = {name: tensor for name, (tensor, _) in _decoded(folder, plan).items()}
+    return StoredNetwork(folder, weights, plan.get("network"), removed_from(plan, folder))
+
+
+def load_masks(folder: str | os.PathLike[str]) -> Masks:
+    """The masks stored with the network; without any, the nonzero weights of its sparsely coded tensors.
+
+    Raises:
+        FileNotFoundError: The folder holds no plan, or not the weights it names.
+        ValueError: A file is damaged or foreign.
+    """
+    plan = _plan(Path(folder))
+    decoded = _decoded(Path(folder), plan)
+    chosen = plan["masks"] or [name for name, (_, present) in decoded.items() if present is not None]
+    masks = {}
+    for name in chosen:
+        if name not in decoded:
+            raise ValueError(f"{folder} is damaged: there is a mask for {name!r} and no such tensor.")
+        tensor, present = decoded[name]
+        masks[name] = present if present is not None else torch.ones(tensor.shape, dtype=torch.bool)
+    return Masks(masks)
+
+
+def _check_masked(model: nn.Module, masks: Masks) -> None:
+    for name, parameter in masks.parameters(model).items():
+        stray = int((parameter.detach().cpu()[~masks[name].cpu()] != 0).sum())
+        if stray:
+            raise ValueError(
+                f"{stray} weights of {name!r} are not zero although their mask removes them; masks.apply_(model) first."
+            )
+
+
+def _plan(folder: Path) -> dict[str, Any]:
+    if not (folder / PLAN).is_file():
+        raise FileNotFoundError(f"{folder} holds no saved network: there is no {PLAN} in it.")
+    plan = read_json(folder / PLAN)
+    if not isinstance(plan, dict) or plan.get("format") != FORMAT:
+        raise ValueError(f"{folder / PLAN} is not the plan of a pruned network; it was written by something else.")
+    if plan.get("version") not in range(1, VERSION + 1):
+        raise ValueError(
+            f"{folder} has version {plan.get('version')} of the format and this shaver reads up to version {VERSION}; "
+            "a newer shaver wrote it: pip install --upgrade shaver."
+        )
+    keys = {"weights": str, "sha256": str, "masks": list, "tensors": dict}
+    if any(not isinstance(plan.get(key), kind) for key, kind in keys.items()):
+        raise ValueError(f"{folder / PLAN} is damaged: one of {', '.join(keys)} is missing.")
+    plan["weights"] = Path(plan["weights"]).name  # a file of this folder and no other
+    return plan
+
+
+def _decoded(folder: Path, plan: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Every tensor, and which of its entries are present (``None`` for dense ones)."""
+    file = folder / plan["weights"]
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} is incomplete: {file.name}, which {PLAN} names, is not there.")
+    tensors = load_tensors(file)
+    if digest(tensors) != plan["sha256"]:
+        raise ValueError(f"{file} is damaged: its contents are not what {PLAN} says.")
+    decoded: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for name, entry in plan["tensors"].items():
+        try:
+            if "same" in entry:
+                decoded[name] = decoded[entry["same"]]
+                continue
+            parts = {part: tensors[f"{name}/{part}"] for part in _PARTS[entry["code"]]}
+            shape = torch.Size(int(n) for n in entry["shape"].split("x") if n)
+            decoded[name] = decode(entry["code"], parts, shape)
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{folder} is damaged at {name!r}: {error}.") from error
+    return decoded

@@ -1,0 +1,168 @@
+"""A stored network: its weights, and what its file says about building it. Every format is read into one."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver import zoo
+from shaver.structure.plan import Plan, plan_of, resize, shapes_after, tensors_of
+from shaver.zoo.network import Network
+
+#: How a caller says what network to build: a function such as the class itself, or a network to load into.
+Factory = Callable[[], nn.Module] | nn.Module
+
+_Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True)
+class StoredNetwork:
+    """The contents of a file or folder.
+
+    Attributes:
+        source: Where it was read, for error messages.
+        weights: Every tensor of the state dict; a tied one under each of its names.
+        network: Name and options of the network, for :func:`shaver.zoo.rebuild`.
+        removed: What was removed from the network that its constructor builds.
+        posterior: The file of the posterior, if it was trained by SpaM.
+        config: The settings of the run that trained it.
+        likelihood: The state of its likelihood.
+    """
+
+    source: Path
+    weights: Mapping[str, Tensor]
+    network: Mapping[str, Any] | None = None
+    removed: Plan | None = None
+    posterior: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    likelihood: Mapping[str, Any] | None = None
+
+    def rebuild(self, factory: Factory | None = None) -> nn.Module:
+        """Build the network and fill it with the stored weights.
+
+        Args:
+            factory: Builds the network with its original shapes; or a network to load into, of the original shapes or
+                as small as the stored one, which is left as it was if anything does not fit.
+
+        Raises:
+            ValueError: Nothing says how to build the network, or it has other names or shapes.
+        """
+        if factory is None and self.network is None:
+            raise ValueError(
+                f"{self.source} holds weights and not how their network is built: pass factory=… in Python, or "
+                "pass --factory package.module:function (for a network of the zoo, say, --factory shaver.zoo:LeNet)."
+            )
+        if isinstance(factory, nn.Module):
+            model = factory
+        elif factory is not None:
+            model = factory()
+        else:
+            assert self.network is not None
+            try:
+                model = zoo.rebuild(self.network)
+            except ValueError as error:
+                raise ValueError(f"{self.source} names a network that cannot be built: {error}") from error
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"factory() returned a {type(model).__name__}, not a torch.nn.Module.")
+        self._fill(model)
+        return model
+
+    def _fill(self, model: nn.Module) -> None:
+        weights = _without_wrappers(self.weights, model)
+        own = _layout(model.state_dict())
+        resized = self.removed is not None and _shapes(own) != _shapes(_layout(weights))
+        if resized:
+            assert self.removed is not None
+            try:
+                own = shapes_after(model, self.removed)
+            except ValueError as error:
+                raise ValueError(f"{self.source} does not fit {type(model).__name__}: {error}") from error
+        self._check(model, own, weights)
+        if resized:
+            assert self.removed is not None
+            resize(deepcopy(model), self.removed)  # a layer that cannot be resized raises before the network changes
+            resize(model, self.removed)
+        for name, tensor in tensors_of(model).items():
+            if name in weights and tensor.dtype != weights[name].dtype:
+                tensor.data = tensor.data.to(weights[name].dtype)
+        model.load_state_dict(weights)
+
+    def _check(self, model: nn.Module, own: _Layout, weights: Mapping[str, Tensor]) -> None:
+        """Refuse weights that do not fit in every name and shape; precisions may differ, kinds of numbers may not."""
+        wrong = [f"{name!r} is missing in the file" for name in own if name not in weights]
+        wrong += [f"{name!r} is unknown to the network" for name in weights if name not in own]
+        for name, tensor in weights.items():
+            shape, dtype = own.get(name, (tensor.shape, tensor.dtype))
+            alike = tensor.dtype == dtype or (tensor.is_floating_point() and dtype.is_floating_point)
+            if shape != tensor.shape or not alike:
+                wrong.append(
+                    f"{name!r} is {in_words(tensor.shape, tensor.dtype)} in the file and {in_words(shape, dtype)} in "
+                    "the network"
+                )
+        if wrong:
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            raise ValueError(f"{self.source} does not fit {type(model).__name__}: {'; '.join(wrong[:4])}{more}.")
+
+
+def construction(model: nn.Module) -> dict[str, Any]:
+    """What a file says about building a network: its class, its arguments, and what was removed from it."""
+    removed = plan_of(model)
+    found: dict[str, Any] = {"class": type(model).__name__}
+    if isinstance(model, Network):
+        found["network"] = model.arguments
+    if removed is not None:
+        found["removed"] = removed.to_json()
+    return found
+
+
+def removed_from(plan: Mapping[str, Any], source: object) -> Plan | None:
+    """What :func:`construction` says was removed.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    if "removed" not in plan:
+        return None
+    try:
+        return Plan.from_json(plan["removed"])
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Second names of tensors: name → the first name of the same tensor, so that its numbers are stored once."""
+    first: dict[tuple[Any, ...], str] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(identity, name) != name:
+            found[name] = first[identity]
+    return found
+
+
+def in_words(shape: torch.Size, dtype: torch.dtype) -> str:
+    """``"6x1x5x5 float32"``."""
+    return f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> _Layout:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _shapes(layout: _Layout) -> dict[str, torch.Size]:
+    return {name: shape for name, (shape, _) in layout.items()}
+
+
+def _without_wrappers(weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """The weights by the network's own names, without the prefixes of DistributedDataParallel and torch.compile."""
+    own, found = model.state_dict().keys(), dict(weights)
+    while found.keys() != own:
+        prefix = next(iter(found), "").split(".")[0] + "."
+        if prefix not in ("module.", "_orig_mod.") or not all(name.startswith(prefix) for name in found):
+            return weights
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found

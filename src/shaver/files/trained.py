@@ -1,0 +1,171 @@
+"""Networks from files of every kind: saved folders, hub folders, runs of ``fit``, and a user's own state dict."""
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.evidence import Posterior
+from shaver.files import checkpoints, folder, hub
+from shaver.files.network import Factory, StoredNetwork
+from shaver.io import load_state, load_tensors
+from shaver.likelihoods import Likelihood, get_likelihood
+from shaver.naming import import_function
+
+#: How files of torch.save begin: a zip archive, or a bare pickle.
+_TORCH = (b"PK\x03\x04", b"\x80")
+#: Under which names training scripts keep the weights in a larger dict.
+_NESTED = ("state_dict", "model_state_dict", "model", "weights")
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A trained network and what its file knows of the training.
+
+    Attributes:
+        model: The network.
+        posterior: What SpaM learned, if it is there and belongs to these weights.
+        method: How it was trained, if that is known: ``"spam"``, ``"map"``, ``"l1"``.
+        likelihood: What its outputs mean, if that is known, with the noise of training; the bare name of a user's own.
+    """
+
+    model: nn.Module
+    posterior: Posterior | None = None
+    method: str | None = None
+    likelihood: Likelihood | str | None = None
+
+
+def load(path: str | os.PathLike[str], factory: Factory | None = None) -> nn.Module:
+    """Rebuild a network from a file or folder.
+
+    Reads what :func:`shaver.save` and :func:`shaver.files.write_folder` wrote, the newest checkpoint of a run of
+    :func:`shaver.fit`, and state dicts in safetensors or torch.save's format (tensors only, nothing is unpickled).
+
+    Args:
+        path: The folder or file.
+        factory: Builds the network with its original shapes, such as the class itself; or a network to load into, of
+            the original shapes or as small as the stored one already, which is left as it was if anything does not
+            fit. A network of :mod:`shaver.zoo` needs none. The network takes the precision of the file.
+
+    Raises:
+        FileNotFoundError: There is nothing, or nothing of these kinds.
+        ValueError: A file is damaged or foreign, does not fit the network, or nothing says how to build it.
+    """
+    return read_network(Path(path)).rebuild(factory)
+
+
+def load_trained(path: str | os.PathLike[str], factory: Factory | str | None = None) -> TrainedNetwork:
+    """Rebuild a network as :func:`load` does, in eval mode, with what is known of its training.
+
+    Args:
+        path: The folder or file.
+        factory: As for :func:`load`; or ``"package.module:function"``.
+    """
+    stored = read_network(Path(path))
+    model = stored.rebuild(_imported(factory) if isinstance(factory, str) else factory).eval()
+    return TrainedNetwork(model, _posterior(stored, model), stored.config.get("method"), _likelihood(stored))
+
+
+def read_network(path: Path) -> StoredNetwork:
+    """Read a file or folder of any of the kinds that :func:`load` knows."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist.")
+    return _read_folder(path) if path.is_dir() else _read_file(path)
+
+
+def _read_folder(path: Path) -> StoredNetwork:
+    if (path / folder.PLAN).is_file():
+        return folder.read_saved(path)
+    if (path / hub.PLAN).is_file():
+        return hub.read_hub_folder(path)
+    if (found := checkpoints.load_newest(path)) is not None:
+        return _of_run(*found)
+    inside = sorted(p for p in path.rglob("*.safetensors") if not p.stem.endswith("posterior"))
+    hint = f" There is {', '.join(map(str, inside[:3]))}{', …' if inside[3:] else ''} in it." if inside else ""
+    raise FileNotFoundError(
+        f"{path} holds no saved network ({folder.PLAN}), no hub folder ({hub.PLAN}) and no run of shaver.fit "
+        f"(checkpoints).{hint}"
+    )
+
+
+def _read_file(path: Path) -> StoredNetwork:
+    with open(path, "rb") as file:
+        start = file.read(9)
+    # A safetensors file begins with eight bytes of length, which may be any, and then JSON.
+    if start.startswith(_TORCH) and start[8:] != b"{":
+        return StoredNetwork(path, _state_dict_of_torch(path))
+    tensors, state = load_tensors(path), load_state(path, missing=None)
+    if state is None:
+        return StoredNetwork(path, tensors)  # an ordinary safetensors file
+    if isinstance(state, dict) and {"config", "model"} <= state.keys():
+        return _of_run(path, state)
+    if isinstance(state, dict) and {"network", "weights"} <= state.keys():
+        beside = path.with_name(f"{path.stem}-posterior.safetensors")
+        return StoredNetwork(path, state["weights"], state["network"], posterior=beside)
+    raise ValueError(f"{path} holds something else than a network (a posterior or masks, perhaps).")
+
+
+def _of_run(path: Path, state: dict[str, Any]) -> StoredNetwork:
+    return StoredNetwork(
+        path,
+        state["model"],
+        state.get("network"),
+        posterior=path.parent / checkpoints.POSTERIOR,
+        config=state["config"],
+        likelihood=state["likelihood"],
+    )
+
+
+def _state_dict_of_torch(path: Path) -> Mapping[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path} cannot be read as plain tensors ({reason}): it is damaged, or holds pickled objects, which could "
+            "run anything and are not loaded. torch.save(model.state_dict(), …) writes what can be read."
+        ) from error
+    candidates = [state, *(state.get(key) for key in _NESTED)] if isinstance(state, Mapping) else []
+    for found in candidates:
+        if isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values()):
+            return dict(found)
+    raise ValueError(f"{path} holds no state dict, neither at the top nor under {', '.join(map(repr, _NESTED))}.")
+
+
+def _imported(spec: str) -> Factory:
+    function = import_function(spec, "--factory")
+
+    def build() -> nn.Module:
+        try:
+            model = function()
+        except TypeError as error:
+            raise ValueError(f"--factory {spec} could not be called without arguments: {error}.") from error
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"--factory {spec} returned a {type(model).__name__}, not a torch.nn.Module.")
+        return model
+
+    return build
+
+
+def _posterior(stored: StoredNetwork, model: nn.Module) -> Posterior | None:
+    if stored.posterior is None or not stored.posterior.is_file():
+        return None
+    posterior, weights = Posterior.load(stored.posterior), dict(model.named_parameters())
+    same = all(
+        name in weights and torch.equal(theta, weights[name].detach()) for name, theta in posterior.theta.items()
+    )
+    return posterior if same else None  # an earlier checkpoint of the run, say
+
+
+def _likelihood(stored: StoredNetwork) -> Likelihood | str | None:
+    name: str | None = stored.config.get("likelihood")
+    if name not in ("classification", "regression"):
+        return name
+    likelihood = get_likelihood(name)
+    likelihood.load_state(dict(stored.likelihood or {}))
+    return likelihood
