@@ -198,7 +198,7 @@ def test_bad_input_is_named(tmp_path: Path):
         trainer(SpaMCallback("net"), tmp_path).fit(Lit(), list(loader()))
     with pytest.raises(ValueError, match="learns online"):
         SpaMCallback("net", structure="kron")
-    with pytest.raises(RuntimeError, match="has not seen any training"):
+    with pytest.raises(RuntimeError, match="has not been used in a training"):
         _ = SpaMCallback("net").posterior
     with pytest.raises(ValueError, match="SpaM option"):
         trainer(SpaMCallback("net", evry=3), tmp_path).fit(Lit(), loader())

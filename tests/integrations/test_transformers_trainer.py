@@ -215,5 +215,5 @@ def test_a_tokenizer_that_does_not_fit_is_named():
 def test_what_the_callback_cannot_do_it_says():
     with pytest.raises(ValueError, match="learns online"):
         SpaMCallback(structure="kron")
-    with pytest.raises(RuntimeError, match="has not seen any training"):
+    with pytest.raises(RuntimeError, match="has not been used in a training"):
         _ = SpaMCallback().posterior

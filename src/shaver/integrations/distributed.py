@@ -1,4 +1,4 @@
-"""Networks whose parameters are spread over processes (FSDP2): whole states for saving, masks across shards.
+"""Networks with sharded parameters (FSDP2): whole states for saving, masks across shards.
 
 Nothing here is needed for ``DistributedDataParallel``: ``shaver.SpaM(ddp_model, …)`` reduces H over the ranks itself,
 and every rank has the whole posterior.
@@ -18,7 +18,7 @@ from shaver.spam import SpaM
 
 
 def full_state_dict(spam: SpaM) -> dict[str, Any]:
-    """``spam.state_dict()`` with whole tensors, for saving. All ranks call it, and all get it.
+    """``spam.state_dict()`` with whole tensors, for saving. All ranks must call it; each receives the whole state.
 
     Example:
         >>> state = full_state_dict(spam)                       # on every rank
@@ -31,7 +31,7 @@ def full_state_dict(spam: SpaM) -> dict[str, Any]:
 
 
 def full_posterior(spam: SpaM) -> Posterior:
-    """The posterior over all weights, as one process would have it. All ranks call it, and all get it.
+    """The posterior over all weights, as in one process. All ranks must call it; each receives the whole posterior.
 
     Save it, or give it to :func:`shaver.score` with an unsharded copy of the network.
     """
@@ -48,19 +48,19 @@ def full_posterior(spam: SpaM) -> Posterior:
 
 @torch.no_grad()
 def prune_sharded(model: nn.Module, spam: SpaM, sparsity: float) -> dict[str, Tensor]:
-    """Zero the weights with the lowest OPD scores S = P θ², over all ranks; no rank ever holds more than its rows.
+    """Set the weights with the lowest OPD scores S = P θ² to zero, over all ranks; each rank holds only its rows.
 
-    The threshold is found by bisection over the scores' bits, with one number a round from each rank. Exactly
-    ``round(sparsity · weights)`` fall, and equal scores fall in the order of their position, as in
-    :func:`shaver.prune`. All ranks call it.
+    The threshold is found by bisection over the bits of the scores; each rank sends one number per round. Exactly
+    ``round(sparsity · weights)`` weights are removed, and ties are broken by position, as in :func:`shaver.prune`.
+    All ranks must call it.
 
     Args:
         model: The network, as :class:`shaver.SpaM` knows it.
-        spam: Has learned its posterior.
+        spam: Provides the posterior.
         sparsity: The share of the prunable weights to remove.
 
     Returns:
-        Parameter → mask, True where a weight stays, laid out as the parameter is.
+        Parameter → mask, True where a weight is kept, sharded like the parameter.
     """
     posterior, ranks = spam.posterior, spam.ranks
     precision = posterior.precision()
@@ -78,7 +78,7 @@ def prune_sharded(model: nn.Module, spam: SpaM, sparsity: float) -> dict[str, Te
         (below,) = ranks.total(sum(int((b <= middle).sum()) for b in bits.values()))
         low, high = (low, middle) if below >= count else (middle, high)
     (below,) = ranks.total(sum(int((b < high).sum()) for b in bits.values()))
-    left = count - int(below)  # so many of those that are equal to the threshold fall
+    left = count - int(below)  # number of weights to remove among those equal to the threshold
     ties = torch.tensor([int((b == high).sum()) for b in bits.values()])
     table = [torch.zeros_like(ties) for _ in range(ranks.size)]
     if ranks:
@@ -89,11 +89,11 @@ def prune_sharded(model: nn.Module, spam: SpaM, sparsity: float) -> dict[str, Te
     for place, (name, b) in enumerate(bits.items()):
         keep = b > high
         for rank in range(ranks.size):
-            falling = min(left, int(table[rank][place]))
-            left -= falling
+            removed = min(left, int(table[rank][place]))
+            left -= removed
             if rank == ranks.rank:
                 equal = b == high
-                keep |= equal & (equal.reshape(-1).cumsum(0).reshape(b.shape) > falling)
+                keep |= equal & (equal.reshape(-1).cumsum(0).reshape(b.shape) > removed)
         local(spam.theta[name]).mul_(keep)
         masks[name] = joined(keep, spam.theta[name])
     return masks
@@ -101,11 +101,11 @@ def prune_sharded(model: nn.Module, spam: SpaM, sparsity: float) -> dict[str, Te
 
 @torch.no_grad()
 def hold_sharded(spam: SpaM, masks: dict[str, Tensor]) -> None:
-    """Zero what the masks of :func:`prune_sharded` remove, once more: call it after each step of fine-tuning.
+    """Apply the masks of :func:`prune_sharded` again: call it after each step of fine-tuning.
 
     Args:
-        spam: Knows the parameters.
-        masks: Laid out as the parameters are, or whole.
+        spam: Provides the parameters.
+        masks: Sharded like the parameters, or whole.
     """
     for name, mask in masks.items():
         local(spam.theta[name]).mul_(rows_of(mask, spam.theta[name]))

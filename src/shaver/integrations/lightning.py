@@ -28,19 +28,19 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
         >>> scores = shaver.score(lit.net, "opd", posterior=callback.posterior)
 
     Automatic and manual optimization, gradient accumulation, clipping and mixed precision work as they do without it.
-    Lightning's checkpoints hold the state, and ``trainer.fit(lit, loader, ckpt_path=…)`` goes on to the same numbers.
-    Leave weight decay out of the optimizer: the prior takes its place.
+    Lightning's checkpoints contain the state, and ``trainer.fit(lit, loader, ckpt_path=…)`` continues to the same
+    numbers. Set the optimizer's weight decay to 0: the prior takes its place.
 
     Args:
         module: The submodule that ``training_step`` calls and that gets the prior, such as ``"net"``. None: the
             LightningModule itself, for a ``training_step`` that calls ``self(x)``.
-        data_size: N, the number of training samples; None: the length of the training loader's data set.
-        total_steps: How many optimizer steps training takes; None: what the Trainer expects.
-        log: Log evidence, effective parameters and the rest under ``spam/`` at the end of every epoch.
+        data_size: N, the number of training samples; None means the length of the training loader's data set.
+        total_steps: Number of optimizer steps in training; None means the Trainer's estimate.
+        log: Log evidence, effective parameters and the other statistics under ``spam/`` at the end of every epoch.
         options: Everything else :class:`shaver.SpaM` takes: ``prior="unit"``, ``source="ef"``, ``likelihood=…``.
 
     Attributes:
-        spam: The :class:`shaver.SpaM` at work; None before training begins.
+        spam: The :class:`shaver.SpaM` in use; None before training begins.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
     ) -> None:
         if options.get("structure", "diag") != "diag" or options.get("online") is False:
             raise ValueError(
-                "the callback learns online, from training's own passes; for structure='kron' or online=False use "
-                "shaver.SpaM in a loop of your own, or shaver.fit."
+                "the callback learns online, during the training steps; for structure='kron' or online=False use "
+                "shaver.SpaM in your own loop, or shaver.fit."
             )
         self.module, self.data_size, self.total_steps, self.log = module, data_size, total_steps, log
         self.options = options
         self.spam: SpaM | None = None
-        self._waiting: dict[str, Any] | None = None  # a checkpoint's state, until there is a SpaM to take it
+        self._waiting: dict[str, Any] | None = None  # the state of a checkpoint, until there is a SpaM to load it
         self._steps = 0
         self._unstepped = False
 
     @property
     def posterior(self) -> Any:
-        """The posterior at the present weights, for ``shaver.score(…, "opd", posterior=…)``."""
+        """The posterior at the current weights, for ``shaver.score(…, "opd", posterior=…)``."""
         return self._at_work().posterior
 
     # Lightning's side ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the network and the optimizers, and take back what a checkpoint held."""
-        if self.spam is not None:  # a second fit goes on with what the first one learned
+        """Attach to the network and the optimizers, and restore the state of a checkpoint."""
+        if self.spam is not None:  # a second fit continues with the state of the first
             self._waiting = self._waiting or self.spam.state_dict()
             self.spam.close()
         size = self.data_size or _data_size(trainer)
@@ -87,12 +87,12 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
         self._steps = self.spam.steps
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Note that a step is coming; a gradient scaler may yet skip it."""
+        """Remember that a step follows; a gradient scaler may still skip it."""
         self._unstepped = True
         self._steps = self._at_work().steps
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Drop what was seen of a step that a gradient scaler skipped, and complain early if nothing is ever seen."""
+        """Discard the measurement of a step that a gradient scaler skipped; fail if the network is never called."""
         spam = self._at_work()
         if self._unstepped and spam.steps == self._steps:
             spam.observe(_scale(trainer))
@@ -100,22 +100,22 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
         if spam.steps == 1 and not spam.statistics():
             where = "self(x)" if self.module is None else f"self.{self.module}(x)"
             raise RuntimeError(
-                f"training_step did not call {where} in the first step, so that SpaM saw nothing of it. Name the "
-                'submodule that it calls: SpaMCallback(module="net").'
+                f"training_step did not call {where} in the first step, so SpaM could not measure its curvature. Name "
+                'the submodule that it calls: SpaMCallback(module="net").'
             )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log what SpaM knows."""
+        """Log SpaM's statistics."""
         spam = self._at_work()
         if self.log:
             pl_module.log_dict({f"spam/{name}": value for name, value in spam.statistics().items()})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take the hooks off; the posterior stays."""
+        """Remove the hooks; the posterior stays available."""
         self._at_work().close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self.spam is not None:
             self.spam.close()
 
@@ -133,7 +133,7 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
 
     def _at_work(self) -> SpaM:
         if self.spam is None:
-            raise RuntimeError("SpaMCallback has not seen any training yet: pass it to Trainer(callbacks=[…]).")
+            raise RuntimeError("SpaMCallback has not been used in a training yet: pass it to Trainer(callbacks=[…]).")
         return self.spam
 
     def _network(self, trainer: Any, pl_module: Any) -> nn.Module:
@@ -149,8 +149,8 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
             return found
         if trainer.strategy.model is not pl_module:
             raise ValueError(
-                f"under {type(trainer.strategy).__name__} training_step runs inside the module's own forward, so that "
-                'SpaM has to watch a submodule: put the network into one and pass SpaMCallback(module="net").'
+                f"under {type(trainer.strategy).__name__} training_step runs inside the module's own forward, so SpaM "
+                'needs a submodule: put the network into one and pass SpaMCallback(module="net").'
             )
         assert isinstance(pl_module, nn.Module)
         return pl_module
@@ -174,7 +174,7 @@ def _total_steps(trainer: Any) -> int | None:
 
 
 def _group(trainer: Any) -> Any:
-    """The ranks of several processes: each has wrapped the whole module, of which SpaM watches a part."""
+    """The process group; each process wraps the whole module, and SpaM uses a part of it."""
     if trainer.world_size == 1:
         return None
     wrapper = trainer.strategy.model

@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError('this callback needs the transformers library: pip install "shaver[transformers]".') from error
 
-#: Under which SpaM's state travels in the optimizer's first parameter group.
+#: The key of SpaM's state in the optimizer's first parameter group.
 KEY = "shaver.spam"
 
 
@@ -30,25 +30,25 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
         >>> trainer.train()
         >>> scores = shaver.score(model, "opd", posterior=callback.posterior)
 
-    The model's own loss is read as it is: classification, or causal language modelling with its shift and its
-    ignored positions; gradient accumulation, mixed precision, clipping, warm-up and any optimizer work as they do
-    without SpaM. A sample is a row of the batch: a sequence.
+    The callback uses the model's own loss: classification, or causal language modelling with shifted labels and
+    ignored positions. Gradient accumulation, mixed precision, clipping, warm-up and any optimizer work as they do
+    without SpaM. A sample is one row of the batch, that is, one sequence.
 
-    The state is saved in the Trainer's checkpoints, as part of the optimizer's, and
-    ``trainer.train(resume_from_checkpoint=…)`` goes on to the same numbers. Leave weight decay at 0: the prior takes
-    its place.
+    The Trainer's checkpoints contain the state as part of the optimizer state, and
+    ``trainer.train(resume_from_checkpoint=…)`` continues to the same numbers. Leave weight decay at 0: the prior
+    takes its place.
 
     Args:
-        data_size: N, the number of training samples; None: the length of the training data set.
-        total_steps: How many optimizer steps training takes; None: what the Trainer expects.
-        log: Add log evidence, effective parameters and the rest, under ``spam/``, to what the Trainer logs.
-        logger: Gets those numbers as well: anything with ``log(dict, step)``, such as a run of a tracker.
-        settings: How δ is learned. The default is gentle with pretrained weights; from scratch, where more is to be
-            pruned, pass ``settings=shaver.settings.Settings()``.
+        data_size: N, the number of training samples; None means the length of the training data set.
+        total_steps: Number of optimizer steps in training; None means the Trainer's estimate.
+        log: Add log evidence, effective parameters and the other statistics to the Trainer's log, under ``spam/``.
+        logger: Receives the same numbers: anything with ``log(dict, step)``, such as the run of a tracker.
+        settings: How δ is learned. The default preserves pretrained weights. When you train from scratch, pass
+            ``settings=shaver.settings.Settings()``, which prunes further.
         options: Everything else :class:`shaver.SpaM` takes: ``prior="unit"``, ``source="ef"``, ``update=100``.
 
     Attributes:
-        spam: The :class:`shaver.SpaM` at work; None before training begins.
+        spam: The :class:`shaver.SpaM` in use; None before training begins.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if options.get("structure", "diag") != "diag" or not options.get("online", settings.online):
             raise ValueError(
-                "the callback learns online, from training's own passes; for structure='kron' or online=False use "
-                "shaver.SpaM in a loop of your own."
+                "the callback learns online, during the training steps; for structure='kron' or online=False use "
+                "shaver.SpaM in your own loop."
             )
         self.data_size, self.total_steps, self.options = data_size, total_steps, options
         self.settings = settings
@@ -75,7 +75,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior at the present weights, for ``shaver.score(…, "opd", posterior=…)``."""
+        """The posterior at the current weights, for ``shaver.score(…, "opd", posterior=…)``."""
         return self._at_work().posterior
 
     # The Trainer's side ----------------------------------------------------------------------------------------
@@ -83,12 +83,12 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **known: Any
     ) -> None:
-        """Attach to the model and the optimizer, and take back what a checkpoint held."""
+        """Attach to the model and the optimizer, and restore the state of a checkpoint."""
         tokenizer = known.get("processing_class")
         if tokenizer is not None:
             check_tokenizer(model, tokenizer)
         earlier = None
-        if self.spam is not None:  # a second call of train() goes on with what the first one learned
+        if self.spam is not None:  # a second call of train() continues with the state of the first
             earlier = self.spam.state_dict()
             self._close()
         self.spam = SpaM(
@@ -106,16 +106,18 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
         self._steps = self.spam.steps
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **known: Any) -> None:
-        """Drop what was seen of a step that a gradient scaler skipped; complain early if nothing is ever seen."""
+        """Discard the measurement of a step that a gradient scaler skipped; fail early if the model is never called."""
         spam = self._at_work()
         if spam.steps == self._steps:
             spam.observe(scale_of(optimizer)())
         if spam.steps == 1 and not spam.statistics():
-            raise RuntimeError("the Trainer's first step did not call the model, so that SpaM saw nothing of it.")
+            raise RuntimeError(
+                "the Trainer's first step did not call the model, so SpaM could not measure its curvature."
+            )
         self._steps = spam.steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **known: Any) -> None:
-        """Add what SpaM knows to the Trainer's log."""
+        """Add SpaM's statistics to the Trainer's log."""
         if self.log and self.spam is not None and state.log_history and "loss" in state.log_history[-1]:
             found = {f"spam/{name}": value for name, value in self.spam.statistics().items()}
             state.log_history[-1].update(found)
@@ -125,7 +127,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
                 self.logger.log(found, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """Take the hooks off; the posterior stays."""
+        """Remove the hooks; the posterior stays available."""
         self._close()
 
     def _close(self) -> None:
@@ -136,15 +138,15 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
 
     def _at_work(self) -> SpaM:
         if self.spam is None:
-            raise RuntimeError("SpaMCallback has not seen any training yet: pass it to Trainer(callbacks=[…]).")
+            raise RuntimeError("SpaMCallback has not been used in a training yet: pass it to Trainer(callbacks=[…]).")
         return self.spam
 
 
 def carry(spam: SpaM, optimizer: Optimizer) -> list[RemovableHandle]:
-    """Let SpaM's state travel in the optimizer's state dict, for trainers that save that and nothing of ours.
+    """Store SpaM's state in the optimizer's state dict, for trainers that save only that.
 
-    It is an entry of the first parameter group: torch keeps entries it does not know when it loads one, so that the
-    state is found whether the optimizer was loaded before this call or is loaded after it.
+    The state is an entry of the first parameter group. Torch keeps unknown entries when it loads a state dict, so the
+    state is found whether the optimizer is loaded before or after this call.
     """
 
     def saved(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -160,10 +162,10 @@ def carry(spam: SpaM, optimizer: Optimizer) -> list[RemovableHandle]:
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """A tokenizer's words must be rows of the model's embedding, and a model that pads needs a word to pad with.
+    """Check that every token has a row in the model's embedding, and that there is a pad token.
 
     Raises:
-        ValueError: They do not fit, with the cure.
+        ValueError: They do not fit; the message says what to change.
     """
     embeddings: Any = getattr(model, "get_input_embeddings", None)
     table: Any = embeddings() if embeddings is not None else None
@@ -172,19 +174,19 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
         return
     if len(tokenizer) > rows:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} words, but the model's embedding has {rows} rows: it is another "
-            f"model's tokenizer, or the model needs model.resize_token_embeddings({len(tokenizer)})."
+            f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows: it belongs to "
+            f"another model, or the model needs model.resize_token_embeddings({len(tokenizer)})."
         )
     if getattr(tokenizer, "pad_token_id", None) is None:
         raise ValueError(
-            "the tokenizer has no pad token, so that sequences of different lengths make no batch: "
-            "tokenizer.pad_token = tokenizer.eos_token, and model.config.pad_token_id = tokenizer.pad_token_id for a "
-            "classifier that looks for the last word."
+            "the tokenizer has no pad token, so sequences of different lengths cannot form a batch. Set "
+            "tokenizer.pad_token = tokenizer.eos_token, and for a classifier that reads the last token also "
+            "model.config.pad_token_id = tokenizer.pad_token_id."
         )
     config: Any = getattr(model, "config", None)
     if getattr(config, "pad_token_id", None) is None and type(model).__name__.endswith("ForSequenceClassification"):
         raise ValueError(
-            f"{type(model).__name__} has no pad token, so that it cannot find a sequence's last word: "
+            f"{type(model).__name__} has no pad token, so it cannot find the last token of a sequence. Set "
             f"model.config.pad_token_id = {tokenizer.pad_token_id}."
         )
 
