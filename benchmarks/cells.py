@@ -1,4 +1,4 @@
-"""What pruning.py and structured.py share: their settings, data and networks, and cells run side by side."""
+"""Shared by pruning.py and structured.py: settings, data, networks, and running cells in parallel processes."""
 
 import csv
 import hashlib
@@ -12,18 +12,18 @@ from typing import Any
 from spam import EXPERIMENTS
 
 Row = dict[str, Any]
-#: A function and its arguments after the setting.
+#: A function, and its arguments after the setting.
 Cell = tuple[Callable[..., list[Row]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all cells share.
+    """Settings that all cells share.
 
     Attributes:
-        split: ``"test"``, or ``"valid"`` for whatever is chosen by the result.
-        scale: Times the usual epochs of training.
-        runs: Where trained networks are kept.
+        split: ``"test"``, or ``"valid"`` for results that a setting is chosen by.
+        scale: Factor on the usual number of epochs.
+        runs: The folder of trained networks.
         digest: Part of their names, from :func:`digest_of`.
     """
 
@@ -34,7 +34,7 @@ class Setting:
 
 
 def digest_of(*settings: object) -> str:
-    """Short, and different for other settings or another source of the library."""
+    """A short hash of the settings and of the library's source."""
     import shaver
 
     digest = hashlib.sha256(repr(settings).encode())
@@ -44,7 +44,7 @@ def digest_of(*settings: object) -> str:
 
 
 def data_of(setting: Setting, name: str, seed: int) -> dict[str, Any]:
-    """Of an experiment: ``train``, ``judged`` (batches), ``example`` (two inputs) and the fresh ``model``."""
+    """The ``train`` data, ``judged`` batches, ``example`` (two inputs) and untrained ``model`` of an experiment."""
     import torch
 
     import shaver
@@ -62,7 +62,7 @@ def data_of(setting: Setting, name: str, seed: int) -> dict[str, Any]:
 
 
 def posterior_of(found: dict[str, Any]) -> Any:
-    """SpaM's posterior; for MAP one from the curvature afterwards, under its own prior."""
+    """SpaM's posterior; for MAP, one from a curvature estimate after training, with MAP's prior."""
     import shaver
 
     if found["posterior"] is not None:
@@ -72,7 +72,7 @@ def posterior_of(found: dict[str, Any]) -> Any:
 
 
 def run_cells(setting: Setting, cells: Sequence[Cell], jobs: int) -> Iterator[list[Row]]:
-    """The rows of each cell as soon as it is done; each is called in one of so many processes."""
+    """The rows of each cell as soon as it is done. Cells run in ``jobs`` parallel processes."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(function, setting, *args): (function.__name__, *args) for function, args in cells}
         for number, job in enumerate(as_completed(running), 1):
@@ -82,7 +82,7 @@ def run_cells(setting: Setting, cells: Sequence[Cell], jobs: int) -> Iterator[li
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """A CSV file with every column that any row has."""
+    """Write a CSV file with every column that occurs in any row."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)

@@ -1,14 +1,15 @@
-"""What one curvature estimate costs, as a multiple of one MAP epoch over the same images, beside other libraries.
+"""What one curvature estimate costs here and in other libraries, as a multiple of one MAP epoch on the same inputs.
 
-    python benchmarks/curvature.py                          # every network, default sizes
+    python benchmarks/curvature.py                          # every network, default sizes, into runs/curvature
     python benchmarks/curvature.py --nets lenet --images 60000 --repeats 5
-    python benchmarks/curvature.py --scaling                # also the figure of how the cost grows
+    python benchmarks/curvature.py --scaling                # also draws how the cost grows
 
-One process, one thread, in seconds of processor time, which other programs disturb less. A MAP epoch is forward,
-backward and an SGD step at batch 128. Repeats are interleaved — in each, every method runs once, and its time is over
-that repeat's MAP epoch's — and the median ratio is shown; steps that are watched online take turns with plain ones.
-Inputs and labels are random: the cost does not depend on them. Memory is the rise of the peak resident set
-(``getrusage``) over one batch in a forked child, so it includes what kernels allocate behind torch's back.
+The benchmark uses one process, one thread and processor time, which other programs disturb less than wall time. A MAP
+epoch is ordinary training: forward pass, backward pass and SGD step at batch size 128. Methods take turns: each repeat
+runs every method once and divides its time by that of the repeat's MAP epoch. The median ratio is shown. Online rows
+compare measured steps with plain steps that alternate with them. Inputs and labels are random; the cost does not depend
+on them. Memory is the rise of the peak resident set (``getrusage``) over one batch in a forked child, so it includes
+what kernels allocate outside torch.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from shaver import curvature
 
 BATCH = 128
 KINDS = [("diag", "ef"), ("diag", "mc"), ("diag", "ggn"), ("kron", "ef"), ("kron", "mc"), ("kron", "ggn")]
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 OURS, MAP = "shaver", "MAP epoch"
 
 
@@ -44,9 +44,9 @@ class Row:
     """One method on one network.
 
     Attributes:
-        run: Does the whole pass over the given batches and returns how many parameters it covered.
-        ratios: Its time over the MAP epoch's, one a repeat.
-        memory: Peak extra bytes, one batch.
+        run: Makes one pass over the given batches and returns the number of parameters it covers.
+        ratios: Its time divided by the MAP epoch's, one per repeat.
+        memory: Peak extra bytes for one batch.
         note: Why there is no number, or what the number does not cover.
     """
 
@@ -67,9 +67,9 @@ class Row:
 
 
 class Trainer:
-    """MAP epochs of one network; with ``every`` the online accumulator watches each such step.
+    """MAP epochs of one network; with ``every``, the curvature is measured online on every such step.
 
-    What the accumulator plans in its first step, once a training, is in the warm-up.
+    The check of the rules in the first step happens during the warm-up.
     """
 
     def __init__(self, net: Net, every: int | None = None, source: str = "ef") -> None:
@@ -77,7 +77,7 @@ class Trainer:
         self.model: torch.nn.Module | None = None
 
     def __call__(self, batches: Batches) -> int:
-        """Train on the batches; returns how many parameters there are."""
+        """Train on the batches; returns the number of parameters."""
         for x, y in batches:
             self.step(x, y)
         assert self.model is not None
@@ -100,7 +100,7 @@ class Trainer:
         return time.process_time() - began
 
     def beside(self, plain: "Trainer", batches: Batches) -> list[float]:
-        """Its time over that of plain steps which take turns with its own, for each round of ``every`` steps."""
+        """Its time divided by that of plain steps taken in turn, one ratio per round of ``every`` steps."""
         assert self.every
         pairs = [(self.step(x, y), plain.step(x, y)) for x, y in batches]
         rounds = [pairs[i : i + self.every] for i in range(0, len(pairs) - self.every + 1, self.every)]
@@ -109,14 +109,14 @@ class Trainer:
 
 def ours(net: Net, batches: Batches, structure: str, source: str) -> int:
     model = net.build()
-    pairs = zip(batches[::2], batches[1::2], strict=False)  # the engine likes batches of 256
+    pairs = zip(batches[::2], batches[1::2], strict=False)  # estimates are fastest with batches of 256
     larger = [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs] + batches[len(batches) // 2 * 2 :]
     result = curvature.estimate(model, larger, structure=structure, source=source)
     return sum(block.shape.numel() for _, block in result)
 
 
 def rows_of(name: str, libraries: list[str]) -> list[Row]:
-    """MAP first, then ours, the online accumulator, and the peers."""
+    """The rows: MAP first, then ours, ours online, and the peers."""
     net = NETS[name]
     rows = [Row(name, MAP, "", "", Trainer(net))]
     for structure, source in KINDS:
@@ -133,7 +133,7 @@ def rows_of(name: str, libraries: list[str]) -> list[Row]:
 
 
 def probe(row: Row, batches: Batches, seconds: float, memory: int) -> None:
-    """One batch in a forked child: memory, coverage, and whether the method works here at all."""
+    """Run one batch in a forked child: memory, coverage, and whether the method works on this network."""
     first = batches[:1]
     result = measure(lambda: row.run(first), seconds=seconds, limit=memory)
     row.memory, row.note = result.memory, result.error
@@ -152,7 +152,7 @@ def _skip(batches: Batches) -> int:
 
 
 def time_rows(rows: list[Row], batches: Batches, repeats: int, advance: Callable[[], None]) -> None:
-    """Interleaved: each repeat runs every method once, MAP first; online rows step by step beside MAP."""
+    """Each repeat runs every method once, MAP first; online rows alternate with MAP step by step."""
     for repeat in range(repeats + 1):
         epoch = 0.0
         for row in [row for row in rows if row.run is not _skip]:
@@ -178,13 +178,13 @@ def time_rows(rows: list[Row], batches: Batches, repeats: int, advance: Callable
 
 
 def online_fits(row: Row, steps: int) -> bool:
-    """An online row needs enough steps for its share to mean something."""
+    """Whether there are enough steps for an online row."""
     words = row.library.split("every ")
     return len(words) == 1 or steps >= 2 * int(words[1].split("th")[0])
 
 
 def best_peer(row: Row, rows: list[Row]) -> float:
-    """How many times the best peer's time ours is ahead, for our own rows."""
+    """The best peer's time divided by ours, for our own rows; NaN for others."""
     rivals = [r.ratio for r in rows if r.library in PEERS and (r.structure, r.source) == (row.structure, row.source)]
     rivals = [ratio for ratio in rivals if ratio == ratio]
     return min(rivals) / row.ratio if rivals and row.library == OURS and row.ratios else float("nan")
@@ -201,24 +201,24 @@ def cells(row: Row, rows: list[Row]) -> list[str]:
     return [row.library, kind, ratio, memory, f"{lead:.1f}×" if lead == lead else "", row.note]
 
 
-HEAD = ["method", "H", "time ÷ MAP epoch", "extra MiB", "ahead of best peer by", "note"]
+HEAD = ["method", "H", "time ÷ MAP epoch", "extra MiB", "lead over best peer", "note"]
 
 
 def show(console: Console, net: Net, rows: list[Row], images: int) -> None:
     table = Table(title=f"{net.title} · {images} random inputs", title_justify="left")
     for title in HEAD:
-        table.add_column(title, justify="right" if "÷" in title or "MiB" in title or "ahead" in title else "left")
+        table.add_column(title, justify="right" if "÷" in title or "MiB" in title or "lead" in title else "left")
     for row in rows:
         table.add_row(*cells(row, rows), style="bold" if row.library.startswith(OURS) else None)
     console.print(table)
 
 
 def write(results: list[tuple[Net, int, list[Row]]], repeats: int, folder: Path) -> None:
-    """``curvature.md`` for the documentation and ``curvature.csv`` with every number."""
+    """``curvature.md`` with Markdown tables and ``curvature.csv`` with every number."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = f"torch {torch.__version__}, one thread, {platform.machine()}, Python {platform.python_version()}"
     lines = ["# What one curvature estimate costs", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), ""]
-    lines += [f"Median of {repeats} on {machine}. A dash is no number; the note says why.", ""]
+    lines += [f"Median of {repeats} on {machine}. The note explains a dash.", ""]
     with (folder / "curvature.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
@@ -246,18 +246,18 @@ def write(results: list[tuple[Net, int, list[Row]]], repeats: int, folder: Path)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
-    parser.add_argument("--images", type=int, help="number of inputs; default: small for large networks")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats; the median is shown")
+    parser.add_argument("--images", type=int, help="number of inputs; by default fewer for larger networks")
+    parser.add_argument("--repeats", type=int, default=3, help="methods take turns; the median is shown")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--structures", nargs="+", choices=("diag", "kron"), default=["diag", "kron"])
-    parser.add_argument("--seconds", type=float, default=300, help="a method that needs longer is not timed")
-    parser.add_argument("--memory", type=float, default=12, help="GiB a method may use before it counts as failed")
+    parser.add_argument("--seconds", type=float, default=300, help="a method that would take longer is not timed")
+    parser.add_argument("--memory", type=float, default=12, help="GiB that a method may use before it counts as failed")
     parser.add_argument("--scaling", action="store_true", help="also draw curvature_scaling.svg")
-    parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument("--folder", type=Path, default=Path("runs/curvature"), help="for the tables and the figure")
     options = parser.parse_args()
     torch.set_num_threads(1)
     load(options.peers)
-    console = Console(width=None if sys.stdout.isatty() else 180)  # a file has room for the notes
+    console = Console(width=None if sys.stdout.isatty() else 180)  # wide enough for the notes in a file
     results = []
     for name in options.nets:
         net = NETS[name]
@@ -268,7 +268,7 @@ def main() -> None:
         rows = [row for row in rows if row.structure in ("", *options.structures)]
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task(f"{net.title}: one batch each, in a forked child", total=len(rows))
-            for row in rows:  # before any timing, and before this process has run a backward pass
+            for row in rows:  # before timing, and before the first backward pass of this process
                 probe(row, batches, options.seconds, int(options.memory * 2**30))
                 progress.advance(task)
             alive = sum(row.run is not _skip for row in rows)

@@ -1,4 +1,4 @@
-"""Peak memory of a function, by running it in a forked child and reading its peak resident set."""
+"""Peak memory of a function, measured as the peak resident set of a forked child."""
 
 import ctypes
 import gc
@@ -15,12 +15,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Measured:
-    """What the child reported.
+    """The report of the child.
 
     Attributes:
         memory: Rise of the peak resident set in bytes; NaN after an error.
-        seconds: Wall time of the call, once warm.
-        value: What the function returned.
+        seconds: Wall time of the call after a warm-up.
+        value: The function's result.
         error: The exception in one line, or empty.
     """
 
@@ -31,9 +31,9 @@ class Measured:
 
 
 def measure(function: Callable[[], int], *, seconds: float, limit: int) -> Measured:
-    """Run ``function`` in a forked child with at most ``limit`` further bytes of address space.
+    """Run ``function`` in a forked child with at most ``limit`` more bytes of address space.
 
-    The freed heap is given back first: a child that reuses it would show no rise.
+    Freed memory is returned to the system first, because a child that reuses it would show no rise.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -69,7 +69,7 @@ def _report(writer: int, function: Callable[[], int], limit: int) -> None:
             elapsed = time.perf_counter() - start
             if elapsed > 2:
                 break
-    except BaseException as problem:  # the child must report whatever happens
+    except BaseException as problem:  # the child must report every kind of failure
         error = one_line(problem, limit)
     memory = float("nan") if error else float(_peak() - before)
     report = {"memory": memory, "seconds": elapsed, "value": value, "error": error}

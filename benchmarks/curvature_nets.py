@@ -1,4 +1,4 @@
-"""The networks the curvature benchmark runs on, each with the shape of its random data."""
+"""The networks of the curvature benchmark, each with the shape of its random inputs."""
 
 import math
 from collections.abc import Callable
@@ -16,12 +16,12 @@ class Net:
     """One network of the benchmark.
 
     Attributes:
-        title: For the table.
-        build: A fresh copy with fixed weights.
-        shape: Of one input; empty with ``vocabulary`` means tokens.
-        images: How many inputs by default; small for large networks.
-        classes: Of the labels.
-        vocabulary: Inputs are this many tokens' indices instead of pixels.
+        title: Its name in the table.
+        build: Builds a copy; the weights are always the same.
+        shape: Shape of one input.
+        images: Default number of inputs; smaller for larger networks.
+        classes: Number of classes.
+        vocabulary: If set, inputs are token indices below this number instead of pixels.
     """
 
     title: str
@@ -41,7 +41,7 @@ class Net:
 
 
 def sequential_lenet() -> nn.Module:
-    """The zoo's LeNet as one ``nn.Sequential``: BackPACK's second-order extensions need that form."""
+    """The zoo's LeNet as one ``nn.Sequential``: BackPACK's second-order extensions need this form."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
@@ -52,7 +52,7 @@ def sequential_lenet() -> nn.Module:
 
 
 class EncoderLayer(nn.Module):
-    """Pre-norm attention and MLP, every projection an ``nn.Linear``, as in the transformers library."""
+    """Pre-norm attention and MLP. Every projection is an ``nn.Linear``, as in the transformers library."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def encoder() -> nn.Module:
 
 
 def torch_encoder() -> nn.Module:
-    """The same with torch's own layers, whose attention packs its projections into raw parameters."""
+    """The same network from torch's own layers, whose attention packs its projections into raw parameters."""
     torch.manual_seed(0)
     return Encoder(lambda: nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True))
 

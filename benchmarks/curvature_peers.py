@@ -1,7 +1,7 @@
-"""Other libraries' curvature, each called the way its own documentation does, on the same batches.
+"""Curvature by other libraries, called as their documentation says, on the same batches.
 
-Every function takes a model, batches and (structure, source), computes the sums over all batches, and returns how many
-of the model's parameters the result covers. What a library does not support raises; the reason goes into the table.
+Every function takes a model, batches, structure and source. It computes the sums over all batches and returns how many
+parameters the result covers. If the library does not support the case, it raises, and the table shows the reason.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ MODULES = {
 
 
 def load(libraries: list[str]) -> None:
-    """Import once, before anything is measured. What cannot be imported says so in its own rows."""
+    """Import the libraries before anything is measured. The rows of a missing library give the error."""
     for library in libraries:
         for module in MODULES[library]:
             with suppress(ImportError):
@@ -33,7 +33,7 @@ def load(libraries: list[str]) -> None:
 
 
 class Unsupported(Exception):
-    """The library has nothing of this kind."""
+    """The library does not offer this kind of curvature."""
 
 
 def curvlinops(model: nn.Module, batches: Batches, structure: str, source: str) -> int:
@@ -77,7 +77,7 @@ def laplace_torch(model: nn.Module, batches: Batches, structure: str, source: st
 
 
 def backpack(model: nn.Module, batches: Batches, structure: str, source: str) -> int:
-    """BackPACK's extensions. Its KFAC is mis-scaled for convolutions but costs what it costs."""
+    """BackPACK's extensions. Its KFAC is wrongly scaled for convolutions, which does not change its cost."""
     from backpack import backpack as active
     from backpack import extend, extensions
 
@@ -108,7 +108,7 @@ def backpack(model: nn.Module, batches: Batches, structure: str, source: str) ->
 
 
 def asdl(model: nn.Module, batches: Batches, structure: str, source: str) -> int:
-    """ASDL's statistics; parameters of modules it does not know are silently absent from its result."""
+    """ASDL's statistics. It silently leaves out parameters of modules that it does not know."""
     from asdl.fisher import FisherConfig, get_fisher_maker
 
     config = FisherConfig(

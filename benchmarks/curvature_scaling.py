@@ -1,9 +1,9 @@
-"""How the cost of an estimate grows with batch, width, classes and positions: one figure.
+"""Draws how the cost of an estimate grows with batch size, width, classes and positions.
 
     python benchmarks/curvature_scaling.py --repeats 5
 
-Each panel varies one size and shows the time of one estimate over that of forward and backward passes on the same
-four batches. Both are medians of interleaved repeats on random data, on one thread.
+Each panel varies one size. It shows the time of one estimate divided by that of forward and backward passes on the same
+four batches. Both are medians over repeats in turn, on random data and one thread.
 """
 
 import argparse
@@ -24,7 +24,7 @@ KINDS = [("diag", "ef"), ("diag", "mc"), ("diag", "ggn"), ("kron", "ef"), ("kron
 
 @dataclass(frozen=True)
 class Setting:
-    """One point: a network and its batch."""
+    """One point of the figure: the sizes of a network and its batch."""
 
     batch: int = 128
     width: int = 32
@@ -32,7 +32,7 @@ class Setting:
     positions: int = 64
 
     def build(self) -> tuple[nn.Module, Tensor, Tensor]:
-        """Three layers shared over positions, pooled before the last: the shape of a mixer or an encoder's MLP."""
+        """Three linear layers, two of them shared over positions, as in a mixer or the MLP of an encoder."""
         torch.manual_seed(0)
         model = nn.Sequential(
             *(nn.Linear(self.width, self.width), nn.ReLU(), nn.Linear(self.width, self.width), nn.ReLU()),
@@ -50,7 +50,7 @@ class Pool(nn.Module):
         return x.mean(1)
 
 
-#: Batches in one estimate, so that choosing the rules, once an estimate, weighs as little as in real use.
+#: Batches per estimate, so that choosing the rules, once per estimate, weighs as little as in real use.
 BATCHES = 4
 
 PANELS = {
@@ -68,7 +68,7 @@ def training_passes(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> N
 
 
 def ratios(setting: Setting, repeats: int) -> list[float]:
-    """Median time of each kind of estimate over the median time of one training pass."""
+    """Median time of each kind of estimate, divided by the median time of the training passes."""
     model, x, y = setting.build()
     batches = [(x, y)] * BATCHES
     jobs: list[Callable[[], object]] = [lambda: training_passes(model, batches)]
@@ -109,7 +109,7 @@ def draw(path: Path, repeats: int) -> None:
     fixed = ", ".join(f"{name} {getattr(base, name)}" for name in PANELS)
     axes[0].set_ylabel("time ÷ forward + backward pass")
     axes[-1].legend(fontsize="small")
-    figure.suptitle(f"One curvature estimate; what a panel does not vary is {fixed}", fontsize="medium")
+    figure.suptitle(f"One curvature estimate; sizes not varied: {fixed}", fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""Four priors and one of your own on the same network: evidence, accuracy, and what pruning leaves of it."""
+"""Compare four priors and one of your own on the same network: evidence, accuracy, and accuracy after pruning."""
 
 import argparse
 import copy
@@ -14,17 +14,17 @@ epochs = options.parse_args().epochs
 
 
 def by_filter(name, parameter):
-    """One precision for each filter of a convolution, one for each other tensor."""
+    """One precision per filter of a convolution, and one per other tensor."""
     if parameter.ndim == 4:
         return torch.arange(len(parameter)).reshape(-1, 1, 1, 1)  # ids that broadcast to the parameter
     return name  # one key for the whole tensor
 
 
-shaver.testing.check_prior(by_filter)  # a grouping of your own: does it hold what a prior must?
+shaver.testing.check_prior(by_filter)  # checks that the grouping is a valid prior
 
 data = shaver.data.load("digits")
 start = shaver.zoo.build("digits_cnn", seed=0)
-print(f"{'prior':<12} {'numbers':>8} {'evidence':>9} {'dense':>7} {'95 % weights':>13} {'50 % units':>11}")
+print(f"{'prior':<12} {'δ values':>8} {'evidence':>9} {'dense':>7} {'95 % weights':>13} {'50 % units':>11}")
 for prior in ("scalar", "layer", "unit", "parameter", by_filter):
     model = copy.deepcopy(start)
     history = shaver.fit(model, data.train, method="spam", epochs=epochs, lr=0.1, batch_size=64, spam={"prior": prior})

@@ -1,4 +1,4 @@
-"""A transformer of the transformers library, trained by its Trainer with SpaM, pruned, and freed of attention heads."""
+"""Train a BERT with SpaM in the transformers Trainer, remove attention heads and hidden units, and prune weights."""
 
 import argparse
 import tempfile
@@ -13,7 +13,7 @@ options = argparse.ArgumentParser(description=__doc__)
 options.add_argument("--epochs", type=int, default=4)
 epochs = options.parse_args().epochs
 
-# Sentences of 16 made-up words with one word 7 or 8 among them; the label says which. No download is needed.
+# Made-up sentences of 16 words. One word is a 7 or an 8, and the label says which. No download is needed.
 generator = torch.Generator().manual_seed(0)
 words = torch.randint(10, 30, (2200, 16), generator=generator)
 labels = torch.randint(0, 2, (2200,), generator=generator)
@@ -24,7 +24,7 @@ train, test = rows[:2000], rows[2000:]
 torch.manual_seed(0)
 config = BertConfig(vocab_size=30, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
 model = BertForSequenceClassification(config)
-callback = SpaMCallback(settings=shaver.settings.Settings())  # from scratch; leave it out when you fine-tune
+callback = SpaMCallback(settings=shaver.settings.Settings())  # from scratch; to fine-tune, leave settings out
 arguments = TrainingArguments(
     output_dir=tempfile.mkdtemp(), num_train_epochs=epochs, per_device_train_batch_size=32, learning_rate=1e-3,
     report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True, seed=0,
@@ -36,7 +36,7 @@ batches = [
 ]
 x = {"input_ids": batches[0]["input_ids"][:2]}
 print(f"dense             {shaver.measure.quality(model, batches).accuracy:.1%}")
-small = shaver.compact(model, x, posterior=callback.posterior, sparsity=0.25)  # heads and hidden units
+small = shaver.compact(model, x, posterior=callback.posterior, sparsity=0.25)  # removes heads and hidden units
 print(f"compact, −25 %    {shaver.measure.quality(small, batches).accuracy:.1%}")
 shaver.prune(model, shaver.score(model, "opd", posterior=callback.posterior), sparsity=0.9)
 print(f"90 % of weights   {shaver.measure.quality(model, batches).accuracy:.1%}")

@@ -1,4 +1,4 @@
-"""Three extensions: a pruning criterion, a curvature rule for a layer of your own, and a likelihood."""
+"""Write three extensions: a pruning criterion, a curvature rule for your own layer, and a likelihood."""
 
 import torch
 from torch import nn
@@ -8,10 +8,10 @@ import shaver.testing
 from shaver.curvature import Dense
 
 
-# A criterion gives each weight a score; the lowest are pruned first.
+# A criterion gives each weight a score. The lowest scores are pruned first.
 @shaver.criteria.criterion("prior-energy", needs=["posterior"])
 def prior_energy(given):
-    """δθ²: what the prior alone says a weight costs."""
+    """δθ²: the cost of a weight according to the prior alone."""
     delta = given.posterior.delta()
     return {name: delta[name] * weight.square() for name, weight in given.weights.items()}
 
@@ -19,9 +19,9 @@ def prior_energy(given):
 shaver.testing.check_criterion("prior-energy")  # says what is wrong, if anything is
 
 
-# A layer of your own works without a rule. With one it is fast.
+# Your own layer works without a rule; a rule makes it fast.
 class Gain(nn.Module):
-    """y = x · gain, one gain a feature."""
+    """y = x · gain, with one gain per feature."""
 
     def __init__(self, features):
         super().__init__()
@@ -33,12 +33,12 @@ class Gain(nn.Module):
 
 @shaver.curvature.register_rule(Gain)
 def gain(module, inputs, grads):
-    """Inputs are (B, …, features), K gradients of the outputs (K, B, …, features)."""
+    """The inputs are (B, …, features); the K gradients of the outputs are (K, B, …, features)."""
     per_sample = (grads * inputs).reshape(*grads.shape[:2], -1, grads.shape[-1])
     return {"gain": Dense(per_sample.sum(2))}  # (K, B, features)
 
 
-# A likelihood is a loss for each sample and a square root of its Hessian at the outputs.
+# A likelihood is a loss per sample and a square root of its Hessian at the outputs.
 class Poisson(shaver.likelihoods.Likelihood):
     """Counts with log rate f: −log p = e^f − y f + log y!, with second derivative e^f."""
 

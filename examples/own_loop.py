@@ -1,4 +1,4 @@
-"""SpaM in a training loop of your own: two lines more than plain PyTorch."""
+"""Use SpaM in your own training loop: two lines more than plain PyTorch."""
 
 import argparse
 
@@ -12,7 +12,7 @@ options = argparse.ArgumentParser(description=__doc__)
 options.add_argument("--epochs", type=int, default=20)
 epochs = options.parse_args().epochs
 
-# Any data and any network; these are here because they need no download.
+# Any data and any network will do. These need no download.
 digits = shaver.data.load("digits")
 train_set, test_set = TensorDataset(*digits.train[:]), TensorDataset(*digits.test[:])
 loader = DataLoader(train_set, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(0))
@@ -30,12 +30,12 @@ for epoch in range(epochs):
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
-        spam.step(optimizer)  # optimizer.step() with the prior, and δ learned on the way
+        spam.step(optimizer)  # takes the optimizer's step, applies the prior, and learns δ
         schedule.step()
     if (epoch + 1) % 5 == 0:
-        known = spam.statistics()  # empty until SpaM has looked at a step
+        known = spam.statistics()  # empty before the first curvature measurement
         print(f"epoch {epoch + 1:3}  loss {loss.item():.3f}  weights that matter {known['relevant']:.1%}")
-spam.close()  # takes the hooks off the model
+spam.close()  # removes the hooks from the model
 
 scores = shaver.score(model, "opd", posterior=spam.posterior)
 test = DataLoader(test_set, batch_size=256)

@@ -1,4 +1,4 @@
-"""Prune a network that is trained already: curvature from one pass over data, then four ways to say how much goes."""
+"""Prune a trained network: estimate the curvature in one pass over the data, then choose the sparsity in four ways."""
 
 import argparse
 import copy
@@ -11,14 +11,14 @@ epochs = options.parse_args().epochs
 
 data = shaver.data.load("digits", valid_fraction=0.1)
 trained = shaver.zoo.build("digits_cnn", seed=0)
-shaver.fit(trained, data.train, method="map", epochs=epochs, batch_size=64)  # stands for your trained network
+shaver.fit(trained, data.train, method="map", epochs=epochs, batch_size=64)  # stands in for your trained network
 
 
 def accuracy(model):
     return shaver.measure.quality(model, data.test.batches(256)).accuracy
 
 
-# MAP training fixed δ at 1 (weight decay 1/N); the exact GGN gives the posterior afterwards.
+# MAP (ordinary training with weight decay 1/N) has δ = 1. The exact curvature gives the posterior afterwards.
 curvature = shaver.curvature.estimate(trained, data.train.batches(128), source="ggn")
 posterior = shaver.Posterior(curvature, 1.0, dict(trained.named_parameters()))
 scores = shaver.score(trained, "opd", posterior=posterior)
@@ -34,7 +34,7 @@ for name, how in {
     pruned = shaver.prune(model, scores, **how)
     print(f"{name:<34} {accuracy(model):.1%}  sparsity {pruned.achieved:.3f}")
 
-# Fine-tuning holds the zeros: neither momentum nor weight decay brings them back.
+# Fine-tuning keeps pruned weights at zero: neither momentum nor weight decay changes them.
 model = copy.deepcopy(trained)
 pruned = shaver.prune(model, scores, sparsity=0.9)
 before = accuracy(model)

@@ -1,4 +1,4 @@
-"""One experiment of the paper, made small: MAP beside SpaM on the breast cancer data, and its table as a data frame."""
+"""Run a small version of one experiment of the paper: MAP and SpaM on breast cancer, with the results as a table."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ options.add_argument("--seeds", type=int, default=2)
 options.add_argument("--out", type=Path, default=Path("runs/fcn-cancer-short"))
 given = options.parse_args()
 
-if __name__ == "__main__":  # cells run as processes of their own
+if __name__ == "__main__":  # each cell runs in its own process
     recipe = get_recipe("fcn-cancer", "cpu").override(
         epochs=given.epochs, seeds=given.seeds, criteria=("opd", "magnitude"), sparsities=(0.8, 0.9, 0.95, 0.98)
     )

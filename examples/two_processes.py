@@ -1,6 +1,7 @@
-"""Several processes, one network: `torchrun --nproc-per-node 2 examples/two_processes.py`.
+"""Train one network in several processes: `torchrun --nproc-per-node 2 examples/two_processes.py`.
 
-A batch is spread over the processes. H is summed over them, δ is decided once, and all prune the same weights.
+Each process takes a part of every batch. The curvature is summed over the processes, δ is computed once, and all
+processes prune the same weights.
 """
 
 import argparse
@@ -18,7 +19,7 @@ options.add_argument("--epochs", type=int, default=20)
 epochs = options.parse_args().epochs
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")  # "nccl" where every process has a GPU
+dist.init_process_group("gloo")  # "nccl" if every process has a GPU
 digits = shaver.data.load("digits")
 train_set = TensorDataset(*digits.train[:])
 sampler = DistributedSampler(train_set, seed=0)
@@ -28,7 +29,7 @@ model = shaver.zoo.build("digits_cnn", seed=0)
 parallel = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
-spam = shaver.SpaM(parallel, data_size=len(train_set), total_steps=epochs * len(loader))  # the wrapped network
+spam = shaver.SpaM(parallel, data_size=len(train_set), total_steps=epochs * len(loader))  # takes the wrapped network
 for epoch in range(epochs):
     sampler.set_epoch(epoch)
     for x, y in loader:
@@ -43,5 +44,5 @@ kept = torch.cat([mask.flatten() for mask in pruned.masks.values()]).to(torch.ui
 first = kept.clone()
 dist.broadcast(first, src=0)
 quality = shaver.measure.quality(model, digits.test.batches(256))
-print(f"rank {dist.get_rank()}: accuracy {quality.accuracy:.1%}, the first one's masks: {torch.equal(kept, first)}")
+print(f"rank {dist.get_rank()}: accuracy {quality.accuracy:.1%}, same masks as rank 0: {torch.equal(kept, first)}")
 dist.destroy_process_group()

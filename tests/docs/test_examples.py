@@ -105,5 +105,5 @@ def test_two_processes():
         timeout=180,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("the first one's masks: True") == 2
+    assert done.stdout.count("same masks as rank 0: True") == 2
     assert len(set(re.findall(r"accuracy ([\d.]+)%", done.stdout))) == 1
