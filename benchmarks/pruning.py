@@ -1,19 +1,20 @@
-r"""Pruning measured: automatic sparsity beside the knee of the curve, online pruning to 99 %, fine-tuning.
+r"""Pruning measured: automatic sparsity and the knee of the curve, pruning during training to 99 %, fine-tuning.
 
-    python benchmarks/pruning.py                                   # all parts, test split: docs/results/pruning.*
+    python benchmarks/pruning.py                                   # all parts, test split: docs/results/pruning.csv
     python benchmarks/pruning.py --parts auto --experiments FCN/cancer
     python benchmarks/pruning.py --parts online --split valid --name online \
-        --online schedule=linear --online schedule=cubic,end=0.5   # what settings are chosen by: never the test split
+        --online schedule=linear --online schedule=cubic,end=0.5   # to choose settings: never the test split
 
-auto      SpaM on the four experiments of benchmarks/spam.py, beside the plain threshold S > 1. The knee is the
-          highest sparsity of the OPD curve whose accuracy is at most 0.15 points below the dense network's.
-online    LeNet/MNIST to 99 % while training, SpaM (OPD) and MAP (magnitude), beside pruning after training.
-finetune  LeNet/MNIST, MAP and SpaM: every criterion at 90, 95 and 99 %, then MAP epochs with the masks held.
+auto      SpaM on the four experiments of benchmarks/spam.py: automatic sparsity and the plain threshold S > 1. The knee
+          is the highest sparsity of the OPD curve that loses at most 0.15 points of the dense network's accuracy.
+online    LeNet/MNIST to 99 %, pruned during and after training, by SpaM (OPD) and MAP (magnitude).
+finetune  LeNet/MNIST by MAP and SpaM: every criterion at 90, 95 and 99 %, then MAP epochs with the masks held.
 
-Every cell is a process with one torch thread, as many side by side as there are cores. Trained networks are kept in
---runs and used again as long as neither the settings nor the library's source have changed; a part that is measured
-again replaces its rows in the CSV file; --study takes the networks that ``shaver run fcn-cancer`` and its kin trained,
-wherever they fit. The data come from the folder in SHAVER_DATA, or are downloaded.
+MAP is ordinary training with weight decay; OPD is optimal posterior damage, SpaM's own score. Every cell is a process
+with one torch thread; as many run in parallel as there are cores. Trained networks are kept in --runs and reused while
+the settings and the library's source stay the same. A part that is measured again replaces its rows in the CSV file.
+--study reuses the networks of ``shaver run lenet-mnist`` and similar recipes. The data come from the folder in
+SHAVER_DATA, or are downloaded.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from cells import Cell, Row, Setting, data_of, digest_of, posterior_of, run_cell
 from spam import EXPERIMENTS, parse_settings
 
 PARTS = ("auto", "online", "finetune")
-#: Fine where curves bend.
+#: Sparsities of the curve, finer where curves bend.
 GRID = (0.0, 0.5, 0.6, 0.7, *(x / 100 for x in range(75, 90)), *(x / 500 for x in range(450, 500)), 0.999)
-#: How much accuracy the knee may have lost.
+#: The accuracy that may be lost at the knee.
 TOLERATED = 0.0015
 SPARSITIES = (0.9, 0.95, 0.99)
 TARGET, SHOWCASE = 0.99, "LeNet/MNIST"
@@ -42,7 +43,7 @@ TUNING_LR = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class PruningSetting(Setting):
-    """What all cells share."""
+    """Settings that all cells share."""
 
     spam: str
     budgets: tuple[int, ...]
@@ -50,7 +51,7 @@ class PruningSetting(Setting):
 
 
 def prepare(setting: PruningSetting, name: str, method: str, seed: int) -> dict[str, Any]:
-    """Data and the trained network of an experiment, from its folder if it was trained before."""
+    """The data and the trained network of an experiment, read from its folder if it was trained before."""
     import shaver
     from shaver.files import load_trained
 
@@ -64,7 +65,7 @@ def prepare(setting: PruningSetting, name: str, method: str, seed: int) -> dict[
 
 
 def studied(setting: PruningSetting, name: str, method: str, seed: int) -> Iterator[Path]:
-    """Networks of this experiment in the folders of a study, trained on all the training data."""
+    """Networks of this experiment in the run folders of a study, trained on all training data."""
     task = name.replace("/", "-").lower()
     prior = "parameter" if method == "spam" else ""
     for config in (path for folder in setting.study for path in sorted(Path(folder).glob("cells/*/config.json"))):
@@ -77,7 +78,7 @@ def studied(setting: PruningSetting, name: str, method: str, seed: int) -> Itera
 
 
 def training(setting: PruningSetting, name: str, method: str, seed: int) -> dict[str, Any]:
-    """The arguments of ``fit``, the same for training and for online pruning."""
+    """The arguments of ``fit``, the same with and without pruning during training."""
     spam = parse_settings(setting.spam)
     return {
         "method": method,
@@ -95,7 +96,7 @@ def train_cell(setting: PruningSetting, name: str, method: str, seed: int) -> li
 
 
 def auto_cell(setting: PruningSetting, name: str, seed: int) -> list[Row]:
-    """The accuracy curve by OPD, its knee, and where automatic sparsity lands."""
+    """The accuracy curve by OPD, and the sparsity and accuracy that automatic sparsity reaches."""
     import shaver
 
     found = prepare(setting, name, "spam", seed)
@@ -123,7 +124,7 @@ def auto_cell(setting: PruningSetting, name: str, seed: int) -> list[Row]:
 
 
 def online_cell(setting: PruningSetting, method: str, how: str, seed: int) -> list[Row]:
-    """Pruning while training (``how`` are its settings), or after it (``how`` says so)."""
+    """Pruning during training with the settings ``how``, or after it if ``how`` is ``"after training"``."""
     import shaver
 
     label = {"part": "online", "experiment": SHOWCASE, "method": method, "seed": seed, "split": setting.split}
@@ -175,12 +176,12 @@ def finetune_cell(setting: PruningSetting, method: str, criterion: str, seed: in
 
 
 def knee(curve: dict[float, float]) -> float:
-    """The highest sparsity with at most the tolerated loss of accuracy."""
+    """The highest sparsity that loses no more accuracy than tolerated."""
     return max(sparsity for sparsity, accuracy in curve.items() if accuracy >= curve[0.0] - TOLERATED - 1e-9)
 
 
 def summarise(rows: list[Row]) -> str:
-    """Markdown tables, one for each part that was measured."""
+    """Markdown tables, one per measured part."""
     tables = {"auto": auto_table, "online": online_table, "finetune": finetune_table}
     parts = [tables[part]([row for row in rows if row["part"] == part]) for part in PARTS]
     return "\n".join(part for part in parts if part)
@@ -192,7 +193,8 @@ def auto_table(rows: list[Row]) -> str:
     lines = [
         "**Automatic sparsity**, no validation data. The knee is the highest sparsity that loses at most "
         f"{100 * TOLERATED:.2f} points. Accuracy and sparsity in %, mean ± standard error over seeds.\n",
-        "| experiment | seeds | dense | removed | sparsity | accuracy | lost | knee | above it | mean curve's knee |",
+        "| experiment | seeds | dense accuracy | rule | sparsity | accuracy | accuracy lost | knee | "
+        "sparsity minus knee | knee of the mean curve |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row["experiment"] for row in rows):
@@ -222,8 +224,8 @@ def online_table(rows: list[Row]) -> str:
     if not rows:
         return ""
     lines = [
-        f"**{SHOWCASE} at {100 * TARGET:g} %**, pruned while training and after it. Accuracy in %.\n",
-        "| trained | pruned | seeds | accuracy | lowest | sparsity |",
+        f"**{SHOWCASE} at {100 * TARGET:g} %**, pruned during training and after it. Accuracy in %.\n",
+        "| training | pruned | seeds | accuracy | lowest seed | sparsity |",
         "|---|---|---|---|---|---|",
     ]
     for method, kind in dict.fromkeys((row["method"], row["kind"]) for row in rows):
@@ -241,8 +243,8 @@ def finetune_table(rows: list[Row]) -> str:
     columns = [(sparsity, budget) for sparsity in SPARSITIES for budget in budgets]
     lines = [
         f"**Fine-tuning {SHOWCASE}** with the masks held, MAP at lr {TUNING_LR:g}, "
-        f"{len({row['seed'] for row in rows})} seeds. Accuracy in % after so many epochs.\n",
-        "| trained | criterion | " + " | ".join(f"{100 * s:g} %, {b} ep." for s, b in columns) + " |",
+        f"{len({row['seed'] for row in rows})} seeds. Accuracy in % after the given number of epochs.\n",
+        "| training | criterion | " + " | ".join(f"{100 * s:g} %, {b} ep." for s, b in columns) + " |",
         "|---|---|" + "---|" * len(columns),
     ]
     for method, kind in dict.fromkeys((row["method"], row["kind"]) for row in rows):
@@ -264,7 +266,7 @@ def spread(values: list[float]) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of an earlier call, numbers as numbers."""
+    """The rows of an earlier call, with numbers converted."""
     if not path.exists():
         return []
     numbers = {"seed": int, "sparsity": float, "accuracy": float}
@@ -276,18 +278,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
-        "--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), help="of auto"
+        "--experiments",
+        nargs="+",
+        choices=list(EXPERIMENTS),
+        default=list(EXPERIMENTS),
+        help="experiments of the part auto",
     )
     parser.add_argument("--split", choices=("test", "valid"), default="test")
-    parser.add_argument("--set", default="", help="SpaM settings (and lr) a=1,b=2")
-    parser.add_argument("--online", action="append", default=[], help="settings of Online a=1,b=2; repeat for several")
+    parser.add_argument("--set", default="", help="settings of SpaM, and lr: a=1,b=2")
+    parser.add_argument("--online", action="append", default=[], help="settings of Online: a=1,b=2; may be repeated")
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 5], help="epochs of fine-tuning")
-    parser.add_argument("--criteria", nargs="+", help="of fine-tuning, instead of all")
-    parser.add_argument("--seeds", type=int, help="instead of three, five for cancer, and one for fine-tuning")
-    parser.add_argument("--scale", type=float, default=1.0, help="times the usual 30 epochs, 100 for cancer")
+    parser.add_argument("--criteria", nargs="+", help="criteria of the part finetune; all if left out")
+    parser.add_argument("--seeds", type=int, help="default: three; five for cancer, one for finetune")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the usual 30 epochs (100 for cancer)")
     parser.add_argument("--name", default="pruning")
     parser.add_argument("--folder", type=Path, default=Path("docs/results"))
-    parser.add_argument("--study", nargs="+", default=[], help="run folders of `shaver run` to take networks from")
+    parser.add_argument("--study", nargs="+", default=[], help="run folders of `shaver run` whose networks are reused")
     parser.add_argument("--runs", type=Path, default=Path("runs/pruning"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     asked = parser.parse_args()
@@ -319,16 +325,14 @@ def main() -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
     path = asked.folder / f"{asked.name}.csv"
     rows = [row for row in read(path) if row["part"] not in asked.parts]
-    # Two rounds: a network is trained once and then used by several cells.
+    # Two rounds, because several cells use the same trained network.
     for round_ in ([(train_cell, network) for network in networks], cells):
         for found in run_cells(setting, round_, asked.jobs):
             rows += found
             if rows:
                 rows.sort(key=lambda r: (PARTS.index(r["part"]), r["experiment"], r["method"] == "map", r["seed"]))
                 write(path, rows)
-    text = summarise(rows)
-    (asked.folder / f"{asked.name}.md").write_text(text, encoding="utf-8")
-    print(text)
+    print(summarise(rows))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What SpaM adds to a large model on many devices: memory and messages, computed, and measured in small.
+"""What SpaM adds to a large model on many devices: memory and messages, computed, and measured at a small size.
 
-    python benchmarks/scale.py                    # the table for 7 billion parameters
-    python benchmarks/scale.py --measure          # two processes here: numbers a weight, bytes sent, beside the formula
+    python benchmarks/scale.py                    # the table for 7 billion weights
+    python benchmarks/scale.py --measure          # two processes on this machine: measured and computed values
 
-The measurement trains a stack of linear layers by DistributedDataParallel and by fully_shard, with SpaM and without.
-Everything is in numbers (four bytes) a weight. "held" and "sent" are counted; "first step" and "later steps" are how
-far the peak of the process is above the same training without SpaM, in the first step, which plans, and after it.
+The measurement trains a stack of linear layers with DistributedDataParallel and fully_shard, with and without SpaM.
+All results are in float32 values per weight. "kept" and "sent" are counted. "first step" and "later steps" say how far
+the peak memory of the process lies above the same training without SpaM. The first step also checks curvature rules.
 """
 
 import argparse
@@ -25,34 +25,34 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 GB = 1e9
-#: Llama 2 7B: weights, and those of its largest layer.
+#: Llama 2 7B: all weights, and those of its largest layer.
 SEVEN, LARGEST = 6_738_415_616, 32_000 * 4096
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of SpaM, in numbers a weight of four bytes, on one rank.
+    """The cost of SpaM on one rank, in float32 values per weight.
 
     Attributes:
-        held: δ, the average of H, and the H of the last update.
-        looking: Squares of gradients on a step that is looked at.
-        message: Numbers a weight that a step gives to collectives, on average.
+        held: Kept all the time: δ, the average of H, and the H of the last update.
+        measuring: Kept during a curvature measurement: squared gradients.
+        message: Sent through collectives per step, on average.
     """
 
     held: float
-    looking: float
+    measuring: float
     message: float
 
 
 def cost(ranks: int, sharded: bool, every: int = 10, update: int = 50, largest: float = 0.0) -> Cost:
-    """By the algorithm: what is kept, what a look needs, what is sent.
+    """The cost that follows from the algorithm.
 
     Args:
-        ranks: W.
-        sharded: FSDP2, else DistributedDataParallel.
-        every: Steps between two looks: one number a weight is summed over the ranks.
-        update: Steps between two updates of δ, which the first rank sends to the others unless it is sharded.
-        largest: The largest layer's share of the weights: its squares are whole before they are scattered.
+        ranks: Number of ranks, W.
+        sharded: True for FSDP2, False for DistributedDataParallel.
+        every: Steps between curvature measurements. Each sums one value per weight over the ranks.
+        update: Steps between updates of δ. Unless sharded, the first rank sends δ to the others.
+        largest: The largest layer's share of the weights. Its squares are whole before they are scattered.
     """
     if sharded:
         return Cost(3 / ranks, 1 / ranks + largest, 1 / every)
@@ -60,9 +60,9 @@ def cost(ranks: int, sharded: bool, every: int = 10, update: int = 50, largest: 
 
 
 def table() -> str:
-    """Seven billion weights, trained by Adam in bfloat16 with float32 states."""
+    """A Markdown table for seven billion weights, trained with Adam in bfloat16 with float32 states."""
     rows = [
-        "| | ranks | weights, gradients, Adam | SpaM holds | on a look | sent a step by training | by SpaM |",
+        "| | ranks | weights, gradients, Adam | SpaM keeps | in a measurement | sent per step by training | by SpaM |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, ranks, sharded in (("DDP", 8, False), ("FSDP2", 8, True), ("FSDP2", 64, True)):
@@ -72,7 +72,7 @@ def table() -> str:
         sent = SEVEN * (2 + 2 + 2 if sharded else 2)  # two gathers and one scatter, or one sum
         rows.append(
             f"| {name} | {ranks} | {own / GB:.1f} GB | {4 * SEVEN * spam.held / GB:.1f} GB | "
-            f"{4 * SEVEN * spam.looking / GB:.1f} GB | {sent / GB:.1f} GB | {4 * SEVEN * spam.message / GB:.2f} GB |"
+            f"{4 * SEVEN * spam.measuring / GB:.1f} GB | {sent / GB:.1f} GB | {4 * SEVEN * spam.message / GB:.2f} GB |"
         )
     return "\n".join(rows)
 
@@ -83,7 +83,7 @@ WIDTH, DEPTH, BATCH, EVERY, UPDATE, STEPS = 1024, 8, 16, 2, 4, 8
 
 
 class Traffic:
-    """Counts the numbers that this rank gives to the collectives SpaM uses, by wrapping them."""
+    """Counts the float32 values that this rank gives to the collectives SpaM uses, by wrapping them."""
 
     def __init__(self) -> None:
         self.numbers = 0.0
@@ -109,7 +109,7 @@ class Traffic:
 
 
 def peak() -> float:
-    """The highest memory of this process since the last call, in numbers of four bytes (Linux)."""
+    """Peak memory of this process since the last call, in float32 values (Linux)."""
     status = Path("/proc/self/status").read_text()
     found = float(status.split("VmHWM:")[1].split()[0]) * 1024 / 4
     Path("/proc/self/clear_refs").write_text("5")
@@ -117,7 +117,7 @@ def peak() -> float:
 
 
 def measure(kind: str, with_spam: bool) -> dict[str, float]:
-    """One rank's part: train, and report the peak of memory and what was sent."""
+    """The work of one rank: train, and report the peak memory and the values sent."""
     from torch.distributed.fsdp import fully_shard
 
     from shaver.spam import SpaM
@@ -165,15 +165,15 @@ def measure(kind: str, with_spam: bool) -> dict[str, float]:
 
 
 def compare(ranks: int = 2) -> str:
-    """Measured and computed, side by side."""
-    lines = ["| | | held | first step | later steps | sent a step |", "|---|---|---|---|---|---|"]
+    """A Markdown table of measured and computed costs."""
+    lines = ["| | | kept | first step | later steps | sent per step |", "|---|---|---|---|---|---|"]
     for kind in ("ddp", "fsdp"):
         found = {with_spam: _launch(kind, with_spam, ranks) for with_spam in (False, True)}
         first, later = (found[True][key] - found[False][key] for key in ("first", "peak"))
         spam = found[True]
         expected = cost(ranks, kind == "fsdp", EVERY, UPDATE, 1 / DEPTH)
         lines.append(f"| {kind} | measured | {spam['held']:.2f} | {first:.2f} | {later:.2f} | {spam['message']:.3f} |")
-        least = expected.held + expected.looking
+        least = expected.held + expected.measuring
         lines.append(f"| | computed | {expected.held:.2f} | | {least:.2f} | {expected.message:.3f} |")
     return "\n".join(lines)
 
@@ -182,7 +182,7 @@ def _launch(kind: str, with_spam: bool, ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
         command += ["--rank-of", kind, "--into", folder] + (["--spam"] if with_spam else [])
-        # What is freed goes back to the system at once, so that a peak is what is in use.
+        # Return freed memory to the system at once, so that the peak counts only memory in use.
         settings = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
         subprocess.run(command, check=True, env=settings, capture_output=True, timeout=600)
         result: dict[str, float] = json.loads((Path(folder) / "0.json").read_text())
@@ -191,7 +191,7 @@ def _launch(kind: str, with_spam: bool, ranks: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="train in two processes and compare with the formula")
+    parser.add_argument("--measure", action="store_true", help="train in two processes and compare with the formulas")
     parser.add_argument("--rank-of", choices=["ddp", "fsdp"], help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--spam", action="store_true", help=argparse.SUPPRESS)

@@ -1,12 +1,13 @@
-r"""SpaM beside MAP on the four small experiments: accuracy over sparsity without fine-tuning, and wall time.
+r"""SpaM and MAP on four small experiments: accuracy over sparsity without fine-tuning, and training time.
 
-    python benchmarks/spam.py                               # test split, three seeds (cancer five): docs/results/spam.*
+    python benchmarks/spam.py                               # test split, three seeds (cancer: five)
     python benchmarks/spam.py --split valid --name defaults \
-        --set shrink=0.5 --set freeze=0.5,shrink=0.5        # what the defaults were chosen by: never the test split
-    python benchmarks/spam.py --timing                      # wall time over MAP, epochs interleaved in one process
+        --set shrink=0.5 --set freeze=0.5,shrink=0.5        # to choose defaults: never the test split
+    python benchmarks/spam.py --timing                      # SpaM's time divided by MAP's, epochs taking turns
 
-Every cell (experiment × method × seed) is a process with one torch thread, as many side by side as there are cores.
-The data come from the folder in SHAVER_DATA, or are downloaded.
+MAP is ordinary training with weight decay. Every cell (experiment × method × seed) is a process with one torch thread;
+as many run in parallel as there are cores. Tables are printed; NAME.csv and NAME.svg go into --folder. The data come
+from the folder in SHAVER_DATA, or are downloaded. ``shaver run lenet-mnist`` and similar recipes compare more criteria.
 """
 
 import argparse
@@ -28,7 +29,7 @@ CRITERIA = ("opd", "magnitude")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A network, its data, and how long it is trained; the same for every method."""
+    """A network, its data and the length of its training, the same for every method."""
 
     network: str
     data: str
@@ -78,7 +79,7 @@ def run_cell(name: str, method: str, label: str, spam: dict[str, Any], seed: int
     )
     seconds = time.perf_counter() - began
     posterior = history.posterior
-    if posterior is None:  # MAP gets OPD from a curvature estimate afterwards, under its own prior
+    if posterior is None:  # MAP gets OPD from a curvature estimate after training, with its own prior
         curvature = shaver.curvature.estimate(model, splits.train.batches(256), source="ggn")
         posterior = shaver.Posterior(curvature, 1.0, dict(model.named_parameters()))
     rows = []
@@ -107,7 +108,7 @@ def run_cell(name: str, method: str, label: str, spam: dict[str, Any], seed: int
 
 
 def timing(name: str, epochs: int) -> dict[str, float]:
-    """Seconds of processor time an epoch, MAP and SpaM taking turns in one process; the ratio of medians."""
+    """Median seconds of processor time per epoch, and the median ratio; MAP and SpaM take turns in one process."""
     import torch
     import torch.nn.functional as F
 
@@ -139,7 +140,7 @@ def timing(name: str, epochs: int) -> dict[str, float]:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """``a=1,b=x`` → dict; values are Python literals where they can be."""
+    """Convert ``a=1,b=x`` to a dict; values are Python literals where possible, else strings."""
     settings: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, value = item.split("=")
@@ -151,7 +152,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def summarise(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table for each experiment: mean ± standard error over seeds of the accuracy in %."""
+    """One Markdown table per experiment: accuracy in %, mean ± standard error over seeds."""
     lines = []
     for name in dict.fromkeys(row["experiment"] for row in rows):
         mine = [row for row in rows if row["experiment"] == name]
@@ -180,7 +181,7 @@ def _percent(sparsity: float) -> str:
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy over the share of weights kept, one panel an experiment, OPD, a line for each training."""
+    """Draw accuracy over the share of weights kept by OPD: one panel per experiment, one line per training."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -226,12 +227,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
     parser.add_argument("--split", choices=("test", "valid"), default="test")
-    parser.add_argument("--set", action="append", default=[], help="SpaM settings (and lr) a=1,b=2; repeat for several")
-    parser.add_argument("--paper", action="store_true", help="also the paper's own algorithm, with GGN and with EF")
-    parser.add_argument("--seeds", type=int, help="instead of three, and five for cancer")
-    parser.add_argument("--scale", type=float, default=1.0, help="times the usual 30 epochs, 100 for cancer")
-    parser.add_argument("--timing", action="store_true", help="only the wall time, on LeNet/MNIST")
-    parser.add_argument("--name", default="spam")
+    parser.add_argument("--set", action="append", default=[], help="settings of SpaM, and lr: a=1,b=2; may be repeated")
+    parser.add_argument("--paper", action="store_true", help="also run the paper's own algorithm, with GGN and EF")
+    parser.add_argument("--seeds", type=int, help="three if left out; five for cancer")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the usual 30 epochs (100 for cancer)")
+    parser.add_argument("--timing", action="store_true", help="measure only the processor time, on LeNet/MNIST")
+    parser.add_argument("--name", default="spam-benchmark")
     parser.add_argument("--folder", type=Path, default=Path("docs/results"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     asked = parser.parse_args()
@@ -243,7 +244,7 @@ def main() -> None:
     if asked.paper:
         from shaver.settings import PAPER
 
-        # Adam, as in the paper: its explicit gradient of the prior diverges under SGD where lr · δ/N > 2
+        # Adam, as in the paper: the explicit gradient of the prior diverges under SGD where lr · δ/N > 2
         trainings.append(("spam", "paper, GGN", {"settings": PAPER, "optimizer": "adam"}))
         trainings.append(("spam", "paper, EF", {"settings": PAPER, "source": "ef", "optimizer": "adam"}))
     cells = [
@@ -265,10 +266,8 @@ def main() -> None:
                 writer = csv.DictWriter(file, rows[0])
                 writer.writeheader()
                 writer.writerows(rows)
-    text = summarise(rows)
-    (asked.folder / f"{asked.name}.md").write_text(text)
     figure(rows, asked.folder / f"{asked.name}.svg")
-    print(text)
+    print(summarise(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What unstructured sparsity buys: files, CPU inference, and the cost of scoring and masking.
+"""What unstructured sparsity gains: smaller files, faster CPU inference, and the cost of scoring and masking.
 
-Run ``python benchmarks/sparse.py``; about half a minute on one thread. Every line compares with the dense network in
-the same run and prints the ratio beside the one aimed at.
+    python benchmarks/sparse.py         # about half a minute on one thread
+
+Every line compares with the dense network in the same run and prints the ratio and the aim.
 """
 
 import tempfile

@@ -1,21 +1,22 @@
-r"""Structured pruning measured: smaller dense networks by every criterion, beside the same widths trained from scratch.
+r"""Structured pruning measured: compact networks by every criterion, and the same widths trained from scratch.
 
-    python benchmarks/structured.py                 # everything: docs/results/structured.csv and .svg; prints tables
+    python benchmarks/structured.py                 # all parts: docs/results/structured.csv and .svg; prints tables
     python benchmarks/structured.py --parts gradual rivals --experiments LeNet/Fashion --seeds 1
     python benchmarks/structured.py --parts gradual --split valid --name gradual --gradual start=0.1,end=0.6
 
-oneshot  MAP and SpaM (unit and parameter prior), compacted by each criterion at uniform sparsities, before and after
-         fine-tuning.
-scratch  The same widths from fresh weights, trained for as long as the whole pipeline.
-free     A target of FLOPs instead of uniform widths: OPD's widths under each normalisation, fine-tuned.
-gradual  Units fall while SpaM or MAP trains; as many epochs in all as the pipeline.
-rivals   torch-pruning directly, with its L2, Taylor and Hessian importances, at equal FLOPs, fine-tuned.
-latency  Of every set of widths in the table; alone, after the rest.
-speed    ResNet-18 and ViT: compact beside built at those widths, and what round_to buys; alone, after the rest.
+oneshot  MAP and SpaM (unit and parameter prior), compacted by each criterion with the same share of each layer, before
+         and after fine-tuning.
+scratch  The same widths from new weights, trained for as many epochs as the whole pipeline.
+free     A target in FLOPs instead of uniform widths: OPD's widths under each normalisation, fine-tuned.
+gradual  Units removed during training by SpaM or MAP, for as many epochs as the whole pipeline.
+rivals   torch-pruning with its L2, Taylor and Hessian importances, at equal FLOPs, fine-tuned.
+latency  The latency of every set of widths in the table; runs alone, after the other parts.
+speed    ResNet-18 and ViT: compact networks and networks built at those widths, and the effect of round_to; runs alone.
 
-Every cell is a process with one torch thread, as many side by side as there are cores. Trained networks are kept in
---runs and used again as long as neither the settings nor the library's source have changed. Calls add up in one CSV
-file; what is measured again replaces what was there. The data come from the folder in SHAVER_DATA, or are downloaded.
+MAP is ordinary training with weight decay; OPD is optimal posterior damage, SpaM's own score. Every cell is a process
+with one torch thread; as many run in parallel as there are cores. Trained networks are kept in --runs and reused while
+the settings and the library's source stay the same. Calls add their rows to one CSV file; a repeated measurement
+replaces its row. The data come from the folder in SHAVER_DATA, or are downloaded.
 """
 
 import argparse
@@ -38,18 +39,18 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "MAP": ("map", {}),
 }
 SPARSITIES = (0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-#: How many times fewer FLOPs, for the parts that aim at FLOPs.
+#: How many times fewer FLOPs, for the parts with a target in FLOPs.
 RATIOS = (2.5, 4.6, 5.6, 8.0, 11.0, 16.0)
-#: Epochs of training before pruning; another --tune follow it.
+#: Epochs of training before pruning; --tune epochs follow.
 EPOCHS = {"LeNet/Fashion": 10, "LeNet/MNIST": 10, "FCN/MNIST": 10, "FCN/cancer": 100}
 SHOWCASE = "LeNet/Fashion"
-#: Widths whose accuracy from scratch is known from an earlier look.
+#: Further widths to train from scratch, to compare with earlier measurements.
 KNOWN_WIDTHS = {SHOWCASE: ((2, 8, 30, 20), (2, 5, 24, 17), (1, 4, 24, 17))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredSetting(Setting):
-    """What all cells share."""
+    """Settings that all cells share."""
 
     tune: int
     tune_lr: float
@@ -58,12 +59,12 @@ class StructuredSetting(Setting):
     ratios: tuple[float, ...]
 
     def epochs(self, experiment: str) -> int:
-        """Of training, before fine-tuning."""
+        """Epochs of training, before fine-tuning."""
         return max(1, round(self.scale * EPOCHS[experiment]))
 
 
 def prepare(setting: StructuredSetting, name: str, training: str, seed: int) -> dict[str, Any]:
-    """Data and the trained network of an experiment, from its folder if it was trained before."""
+    """The data and the trained network of an experiment, read from its folder if it was trained before."""
     import shaver
 
     found = data_of(setting, name, seed)
@@ -83,7 +84,7 @@ def prepare(setting: StructuredSetting, name: str, training: str, seed: int) -> 
 
 
 def measured(found: dict[str, Any], network: Any) -> Row:
-    """Quality and size of a network, and its widths."""
+    """Quality, size and widths of a network."""
     import shaver
 
     row = {k: v for k, v in shaver.measure.quality(network, found["judged"]).as_dict().items() if k != "count"}
@@ -93,7 +94,7 @@ def measured(found: dict[str, Any], network: Any) -> Row:
 
 
 def widths_of(found: dict[str, Any], network: Any) -> list[int]:
-    """How many units of each group of the whole network are left, whoever removed the others."""
+    """The number of units left in each group of the original network, whichever library removed the others."""
     from shaver.structure import find_groups
 
     parameters = dict(network.named_parameters())
@@ -105,7 +106,7 @@ def widths_of(found: dict[str, Any], network: Any) -> list[int]:
 
 
 def tune(setting: StructuredSetting, found: dict[str, Any], network: Any, name: str, seed: int) -> Row:
-    """Fine-tune by MAP; the measures afterwards."""
+    """Fine-tune by MAP and measure."""
     import shaver
 
     batch_size = EXPERIMENTS[name].batch_size
@@ -135,7 +136,7 @@ def scores_of(found: dict[str, Any], criterion: str, seed: int) -> tuple[Any, di
 
 
 def oneshot_cell(setting: StructuredSetting, name: str, training: str, criterion: str, seed: int) -> list[Row]:
-    """One criterion at each sparsity, the same share of each layer, before and after fine-tuning."""
+    """One criterion at each sparsity with uniform widths, before and after fine-tuning."""
     from shaver.structure import choose_units, remove_units
 
     found = prepare(setting, name, training, seed)
@@ -153,7 +154,7 @@ def oneshot_cell(setting: StructuredSetting, name: str, training: str, criterion
 
 
 def at_widths(found: dict[str, Any], widths: tuple[int, ...], seed: int) -> Any:
-    """The experiment's network at other widths, with fresh weights."""
+    """The experiment's network at other widths, with new weights."""
     import torch
 
     from shaver.structure import find_groups, remove_units
@@ -170,7 +171,7 @@ def at_widths(found: dict[str, Any], widths: tuple[int, ...], seed: int) -> Any:
 
 
 def scratch_cell(setting: StructuredSetting, name: str, widths: tuple[int, ...], seed: int) -> list[Row]:
-    """Widths from fresh weights, MAP, for as many epochs as training and fine-tuning take together."""
+    """These widths trained from new weights by MAP, for as many epochs as training and fine-tuning together."""
     import shaver
 
     found = data_of(setting, name, seed)
@@ -182,7 +183,7 @@ def scratch_cell(setting: StructuredSetting, name: str, widths: tuple[int, ...],
 
 
 def free_cell(setting: StructuredSetting, name: str, training: str, how: str, seed: int) -> list[Row]:
-    """OPD down to each share of FLOPs, fine-tuned; ``how`` is the spread, or the normalisation of free widths."""
+    """OPD down to each FLOP target, fine-tuned; ``how`` is ``"uniform"`` or the normalisation of free widths."""
     from shaver.structure import choose_units, remove_units
 
     found = prepare(setting, name, training, seed)
@@ -202,14 +203,14 @@ def free_cell(setting: StructuredSetting, name: str, training: str, how: str, se
 
 
 def gradual_cell(setting: StructuredSetting, name: str, training: str, how: str, ratio: float, seed: int) -> list[Row]:
-    """Units fall while the network trains, for as many epochs as training and fine-tuning take together."""
+    """Units removed during training, for as many epochs as training and fine-tuning together."""
     import shaver
     from shaver.structure import Gradual, compact_with_report
 
     found = data_of(setting, name, seed)
     method, spam = TRAININGS[training]
     settings = parse_settings(how)
-    if method == "spam":  # cells share one string of settings; those of SpaM itself are told apart by their names
+    if method == "spam":  # one string holds the settings of Gradual and of SpaM; split them by name
         own = {k: settings.pop(k) for k in list(settings) if k in ("shrink", "freeze", "burn_in", "update", "source")}
         spam = spam | own
     gradual = Gradual(1 - 1 / ratio, example=found["example"], target="flops", **settings)
@@ -230,7 +231,7 @@ def gradual_cell(setting: StructuredSetting, name: str, training: str, how: str,
 
 
 def rivals_cell(setting: StructuredSetting, training: str, importance: str, everywhere: bool, seed: int) -> list[Row]:
-    """torch-pruning on the same trained network, to the same FLOPs."""
+    """torch-pruning on the same trained network, down to the same FLOPs."""
     from structured_rivals import pruned
 
     found = prepare(setting, SHOWCASE, training, seed)
@@ -247,7 +248,7 @@ def rivals_cell(setting: StructuredSetting, training: str, importance: str, ever
 
 
 def uniform_widths(setting: StructuredSetting, name: str) -> list[tuple[int, ...]]:
-    """The widths that the fine-tuned sparsities leave, and those known from before."""
+    """The widths that uniform pruning leaves at the fine-tuned sparsities, and KNOWN_WIDTHS."""
     import torch
 
     from shaver.structure import choose_units, find_groups
@@ -261,7 +262,7 @@ def uniform_widths(setting: StructuredSetting, name: str) -> list[tuple[int, ...
 
 
 def add_latencies(setting: StructuredSetting, rows: list[Row]) -> None:
-    """Measure each set of widths once, alone, and write it into all rows that have them."""
+    """Measure the latency of each set of widths once and add it to all rows with these widths."""
     import torch
 
     known: dict[tuple[str, str], dict[str, float]] = {}
@@ -278,13 +279,13 @@ def add_latencies(setting: StructuredSetting, rows: list[Row]) -> None:
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    """What a row is about: two with the same identity measure the same."""
+    """The key of a row; a new row replaces an older one with the same key."""
     keys = ("part", "experiment", "training", "kind", "seed", "split", "sparsity", "round_to", "ratio", "tuned")
     return (*(row.get(key) for key in keys), row["widths"] if row["part"] == "scratch" else None)
 
 
 def cells_of(asked: argparse.Namespace, setting: StructuredSetting) -> tuple[list[Cell], list[Cell]]:
-    """Networks to train first, and the cells that use them."""
+    """The cells that train networks, and the cells that use them."""
     networks: dict[tuple[str, str, int], None] = {}
     cells: list[Cell] = []
     for name in asked.experiments:
@@ -318,15 +319,13 @@ def main() -> None:
     parser.add_argument("--sparsities", nargs="+", type=float, default=list(SPARSITIES))
     parser.add_argument("--tuned", nargs="+", type=float, default=[0.6, 0.8, 0.9, 0.95], help="sparsities to fine-tune")
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS), help="times fewer FLOPs")
-    parser.add_argument(
-        "--gradual", action="append", default=[], help="settings of Gradual a=1,b=2; repeat for several"
-    )
+    parser.add_argument("--gradual", action="append", default=[], help="settings of Gradual: a=1,b=2; may be repeated")
     parser.add_argument("--tune", type=int, default=5, help="epochs of fine-tuning")
     parser.add_argument("--tune-lr", type=float, default=0.02)
     parser.add_argument("--split", choices=("test", "valid"), default="test")
-    parser.add_argument("--seeds", type=int, help="instead of three, five for cancer")
-    parser.add_argument("--scale", type=float, default=1.0, help=f"times the epochs of training, {EPOCHS}")
-    parser.add_argument("--batch", type=int, default=128, help="samples in a call, for speed")
+    parser.add_argument("--seeds", type=int, help="three if left out; five for cancer")
+    parser.add_argument("--scale", type=float, default=1.0, help=f"factor on the epochs of training, {EPOCHS}")
+    parser.add_argument("--batch", type=int, default=128, help="samples per call, for the part speed")
     parser.add_argument("--name", default="structured")
     parser.add_argument("--folder", type=Path, default=Path("docs/results"))
     parser.add_argument("--runs", type=Path, default=Path("runs/structured"))
@@ -346,7 +345,7 @@ def main() -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
     path = asked.folder / f"{asked.name}.csv"
     rows = {identity(row): row for row in read(path)}
-    # Two rounds: a network is trained once and then used by several cells.
+    # Two rounds, because several cells use the same trained network.
     for round_ in cells_of(asked, setting):
         for found in run_cells(setting, round_, asked.jobs):
             rows |= {identity(row): row for row in found}

@@ -15,7 +15,7 @@ _TEXT = ("part", "experiment", "training", "kind", "split", "widths")
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of an earlier call, numbers as numbers."""
+    """The rows of an earlier call, with numbers converted."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
@@ -23,7 +23,7 @@ def read(path: Path) -> list[Row]:
 
 
 def tidy(rows: Iterable[Row]) -> list[Row]:
-    """Six digits are more than what was measured."""
+    """Round to six digits, which is more than the precision of the measurements."""
     return [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
 
 
@@ -32,7 +32,7 @@ def _value(key: str, text: str) -> Any:
 
 
 def summarise(rows: list[Row]) -> str:
-    """Markdown: what uniform sparsity costs, what it is up against, free widths, and speed."""
+    """Markdown tables: uniform widths, all pipelines by FLOPs, and speed."""
     parts = defaultdict(list)
     for row in rows:
         parts[row["part"]].append(row)
@@ -49,7 +49,7 @@ def summarise(rows: list[Row]) -> str:
 
 
 def _uniform(name: str, rows: list[Row], tuned: bool) -> str:
-    """Accuracy by training and criterion over uniform sparsity."""
+    """Accuracy per training and criterion over sparsity, with uniform widths."""
     mine = [row for row in rows if bool(row["tuned"]) == tuned or row["kind"] == "dense"]
     sparsities = sorted({row["sparsity"] for row in mine if row["kind"] != "dense"})
     if not sparsities:
@@ -85,7 +85,7 @@ def _uniform(name: str, rows: list[Row], tuned: bool) -> str:
 
 
 def _by_flops(name: str, rows: list[Row]) -> str:
-    """Everything that ends in a fine-tuned or fully trained network, by how many times fewer FLOPs it takes."""
+    """All fine-tuned or fully trained networks, sorted by their FLOPs."""
     dense = next((row for row in rows if row["kind"] == "dense"), None)
     ended = [row for row in rows if row["tuned"] and row["kind"] != "dense"]
     groups: dict[tuple[str, str, Any], list[Row]] = defaultdict(list)
@@ -93,8 +93,8 @@ def _by_flops(name: str, rows: list[Row]) -> str:
         at = row.get("ratio", row["widths"] if row["part"] == "scratch" else row.get("sparsity"))
         groups[row["training"], row["kind"], at].append(row)
     lines = [
-        f"**{name}** by FLOPs, at the end of each pipeline: fine-tuned, pruned while training, or trained from scratch "
-        f"for as long; {seeds_of(ended)}.\n",
+        f"**{name}** by FLOPs, at the end of each pipeline: fine-tuned, pruned during training, or trained from "
+        f"scratch for as long; {seeds_of(ended)}.\n",
         "| training | how | FLOPs ÷ | parameters ÷ | widths (first seed) | accuracy, % | NLL | ECE | Brier |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -111,7 +111,7 @@ def _by_flops(name: str, rows: list[Row]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean in percent, ± standard error where there are several."""
+    """Mean in percent, ± standard error if there are several values."""
     if not values:
         return "–"
     if len(values) == 1:
@@ -120,7 +120,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def seeds_of(rows: Sequence[Row]) -> str:
-    """How many seeds there are, and what the numbers are then."""
+    """A phrase that says how many seeds the numbers come from."""
     count = len({row["seed"] for row in rows})
     return "one seed" if count == 1 else f"mean ± standard error over {count} seeds"
 
@@ -129,7 +129,7 @@ def _trainings(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["training"] for row in rows))
 
 
-#: What the figure tells apart by colour; a kind belongs to the first whose name it contains.
+#: Colours of the figure; a kind has the colour of the first name that it contains.
 _FAMILIES = {
     "torch-pruning": "#332288",
     "gradual": "#aa3377",
@@ -144,7 +144,7 @@ _FAMILIES = {
 
 
 def figure(rows: list[Row], path: Path) -> None:
-    """Accuracy over FLOPs at the end of each pipeline, a panel an experiment: the paper's Pareto figure."""
+    """Draw accuracy over FLOPs at the end of each pipeline, one panel per experiment: the paper's Pareto figure."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -182,18 +182,18 @@ def figure(rows: list[Row], path: Path) -> None:
                 marker="D" if family == "gradual" else "*" if family == "from scratch" else "o",
                 ms=6 if strong else 3.5, lw=1.8 if strong else 1.0, alpha=1.0 if strong else 0.7,
             )  # fmt: skip
-        axis.set(xscale="log", title=name, xlabel="FLOPs a sample", ylim=_window(accuracies))
+        axis.set(xscale="log", title=name, xlabel="FLOPs per sample", ylim=_window(accuracies))
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("accuracy, %")
     handles = [Line2D([], [], color=_FAMILIES[key], label=key) for key in _FAMILIES if key in families]
-    handles += [Line2D([], [], color="#555555", linestyle=_dashes(t), label=f"{t} trained") for t in ("SpaM", "MAP")]
+    handles += [Line2D([], [], color="#555555", linestyle=_dashes(t), label=f"trained by {t}") for t in ("SpaM", "MAP")]
     handles.append(Line2D([], [], color="#bbbbbb", label="dense"))
     plot.legend(handles=handles, loc="outside lower center", ncols=4 if len(names) < 3 else 7, frameon=False)
     plot.savefig(path, metadata={"Date": None})
 
 
 def _window(accuracies: Sequence[float]) -> tuple[float, float]:
-    """From what is worth looking at, at most ten points below the best, to just above the best."""
+    """The range of the accuracy axis: from at most ten points below the best to just above it."""
     return max(min(accuracies) - 0.5, max(accuracies) - 10), max(accuracies) + 0.5
 
 

@@ -1,4 +1,4 @@
-"""torch-pruning used directly, with its own importances, down to a share of the FLOPs: the rival of structured.py."""
+"""torch-pruning with its own importances, down to a target in FLOPs, for the part rivals of structured.py."""
 
 import copy
 import math
@@ -6,28 +6,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 IMPORTANCES = ("L2", "Taylor", "Hessian")
-#: Samples for the importances that need gradients.
+#: Samples for importances that need gradients.
 SAMPLES = 512
-#: Steps from the whole network to none, as in torch-pruning's own experiments, and how often gradients are taken anew.
+#: Pruning steps from the whole network to nothing, as in torch-pruning's own experiments, and steps per new gradient.
 STEPS, FRESH = 400, 20
 
 
 def pruned(
     model: Any, importance: str, ratios: Sequence[float], batch: tuple[Any, Any], *, everywhere: bool
 ) -> Iterator[tuple[float, Any]]:
-    """Copies with so many times fewer FLOPs, each ratio with the network whose FLOPs are nearest to it.
+    """Yield each ratio with the pruned copy whose FLOPs are nearest to it.
 
-    torch-pruning leaves a layer whole when it is asked for all of its channels at once: at a ratio of 0.85, six
-    channels stay six, and FLOPs do not fall with the ratio. Its own experiments therefore prune in 400 small steps
-    until the FLOPs are few enough; so does this. Gradients are taken anew every 20 steps and pruned with the weights in
-    between.
+    In a single step torch-pruning leaves a layer whole when it is asked for all of its channels: at a ratio of 0.85,
+    six channels stay six, and FLOPs do not fall with the ratio. Its own experiments therefore prune in 400 small steps
+    until the FLOPs are low enough, and so does this function. Gradients are computed again every 20 steps and pruned
+    with the weights in between.
 
     Args:
         model: A trained network of the zoo whose last linear layer is its output.
         importance: One of IMPORTANCES.
         ratios: How many times fewer FLOPs.
         batch: Inputs and labels, for gradients.
-        everywhere: Rank the channels of all layers together instead of taking the same share of each.
+        everywhere: Rank the channels of all layers together instead of pruning the same share of each layer.
     """
     import torch
     import torch_pruning as tp
@@ -67,10 +67,10 @@ def pruned(
 
 
 def fill_gradients(model: Any, batch: tuple[Any, Any], *, squared: bool) -> None:
-    """The mean gradient of the loss into ``.grad``, or the mean of the samples' squared ones.
+    """Write the mean gradient into ``.grad``, or the mean of the squared per-sample gradients.
 
-    GroupHessianImportance takes squared gradients from there; its own ``accumulate_grad`` keeps the last sample alone
-    (version 1.6.0), so that it is not used.
+    GroupHessianImportance reads squared gradients from there. Its own ``accumulate_grad`` keeps only the last sample
+    (version 1.6.0), so it is not used.
     """
     import torch
     import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""How fast compact networks are: beside the same architecture built at those widths, and with widths rounded."""
+"""Speed of compact networks, compared with the same architecture built at those widths, and with rounded widths."""
 
 import copy
 import itertools
@@ -8,7 +8,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-#: Arguments of the zoo, and the shape of an input.
+#: Arguments for the zoo, and the shape of an input.
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "resnet18": ({}, (3, 32, 32)),
     "vit": (
@@ -16,17 +16,17 @@ NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (3, 32, 32),
     ),
 }
-#: For --scale below 0.2: the same code on networks that take no time.
+#: Small networks to try the code quickly, for --scale below 0.2.
 TINY = {"resnet18": {"planes": 8}, "vit": {"dim": 64, "heads": 8, "mlp_dim": 128, "depth": 1}}
 SPARSITIES = (0.5, 0.75, 0.9)
-#: Where widths come out odd, and what they are rounded to.
+#: A sparsity that leaves odd widths, and the multiples to round them to.
 ODD, ROUNDED = 0.6, (1, 8, 16)
-#: Rounds of calls to time, even if they take long.
+#: The smallest number of timed rounds, however long they take.
 FEWEST = 5
 
 
 def speed(name: str, scale: float, batch: int) -> list[Row]:
-    """Rows of one network: dense, compact and built at the compact widths, for one sample and for a batch."""
+    """Rows of one network (dense, compact, and built at the compact widths) for one sample and for a batch."""
     import torch
 
     import shaver
@@ -57,10 +57,10 @@ def speed(name: str, scale: float, batch: int) -> list[Row]:
 
 
 def turns(networks: dict[str, Any], x: Any, seconds: float) -> dict[str, tuple[float, float]]:
-    """Median seconds of a call on one thread, of the processor and on the wall, for each network.
+    """Median processor time and wall time per call in seconds, for each network, on one thread.
 
-    The networks take turns call by call, each round beginning with another, so that whatever slows the machine slows
-    all of them; the processor's time does not count what others take from it.
+    The networks take turns call by call, and each round begins with another one, so a slow moment of the machine
+    affects all of them. Processor time leaves out the time that other programs take.
     """
     import torch
 
@@ -74,7 +74,7 @@ def turns(networks: dict[str, Any], x: Any, seconds: float) -> dict[str, tuple[f
             if number >= FEWEST and time.perf_counter() > end:
                 break
             for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
-                networks[kind](x)  # whoever came before has left its own weights in the caches
+                networks[kind](x)  # warm-up: the caches hold the weights of the previous network
                 began = time.thread_time(), time.perf_counter()
                 networks[kind](x)
                 times[kind].append((time.thread_time() - began[0], time.perf_counter() - began[1]))
@@ -85,7 +85,7 @@ def turns(networks: dict[str, Any], x: Any, seconds: float) -> dict[str, tuple[f
 
 
 def rebuilt(network: Any) -> Any:
-    """The same architecture with every layer made by its own constructor at the present widths, weights fresh."""
+    """The same architecture with new weights, every layer built by its own constructor at the present widths."""
     from torch import nn
 
     fresh = copy.deepcopy(network)
@@ -109,13 +109,13 @@ def rebuilt(network: Any) -> Any:
 
 
 def speed_tables(rows: list[Row]) -> str:
-    """Markdown: compact beside built, then what rounding buys."""
+    """Markdown tables: compact and built networks, then the effect of rounding."""
     if not rows:
         return ""
     lines = [
-        "**Speed**, one thread, the networks taking turns, median milliseconds of the processor for a call. *vs "
-        "built*: compact over the same architecture built at those widths. *gain*: how many times faster than dense, "
-        "over how many times fewer FLOPs.\n",
+        "**Speed** on one thread, with the networks taking turns: median milliseconds of processor time per call. *vs "
+        "built*: compact divided by the same architecture built at those widths. *gain / FLOP gain*: the speed-up over "
+        "dense divided by the reduction in FLOPs.\n",
         "| network | removed | FLOPs ÷ | batch | dense | compact | built | vs built | faster × | gain / FLOP gain |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -129,7 +129,7 @@ def speed_tables(rows: list[Row]) -> str:
                 f"{dense / compact:.2f} | {dense / compact / fewer:.2f} |"
             )
     lines += [
-        f"\n**round_to** at {100 * ODD:.0f} % of units: widths as multiples.\n",
+        f"\n**round_to**: widths as multiples, with {100 * ODD:.0f} % of the units removed.\n",
         "| network | round_to | FLOPs ÷ | batch | compact | faster × | gain / FLOP gain |",
         "|---|---|---|---|---|---|---|",
     ]
