@@ -17,7 +17,7 @@ data = shaver.data.load("digits")
 x, _ = data.test[:1]
 model = shaver.zoo.build("digits_cnn", seed=0)
 
-# Units are masked on a schedule during training. The prior has one precision per unit.
+# Units are masked along a schedule during training. The prior has one precision per unit.
 gradual = shaver.structure.Gradual(0.7, example=x, target="flops")
 settings = {"epochs": given.epochs, "lr": 0.1, "batch_size": 64}
 history = shaver.fit(model, data.train, method="spam", online=gradual, **settings)

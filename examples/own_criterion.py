@@ -19,7 +19,7 @@ def prior_energy(given):
 shaver.testing.check_criterion("prior-energy")  # says what is wrong, if anything is
 
 
-# Your own layer works without a rule; a rule makes it fast.
+# A layer of your own works without a rule; a rule makes it fast.
 class Gain(nn.Module):
     """y = x · gain, with one gain per feature."""
 

@@ -18,7 +18,7 @@ def accuracy(model):
     return shaver.measure.quality(model, data.test.batches(256)).accuracy
 
 
-# MAP (ordinary training with weight decay 1/N) has δ = 1. The exact curvature gives the posterior afterwards.
+# MAP training fixed δ at 1 (ordinary weight decay, 1/N). The exact curvature gives the posterior afterwards.
 curvature = shaver.curvature.estimate(trained, data.train.batches(128), source="ggn")
 posterior = shaver.Posterior(curvature, 1.0, dict(trained.named_parameters()))
 scores = shaver.score(trained, "opd", posterior=posterior)
