@@ -99,7 +99,7 @@ class Trainer:
         self.optimizer.step()
         return time.process_time() - began
 
-    def beside(self, plain: "Trainer", batches: Batches) -> list[float]:
+    def ratios_over(self, plain: "Trainer", batches: Batches) -> list[float]:
         """Its time divided by that of plain steps taken in turn, one ratio per round of ``every`` steps."""
         assert self.every
         pairs = [(self.step(x, y), plain.step(x, y)) for x, y in batches]
@@ -169,7 +169,7 @@ def time_rows(rows: list[Row], batches: Batches, repeats: int, advance: Callable
             epoch = elapsed if row.library == MAP else epoch
             if repeat and isinstance(row.run, Trainer) and online:
                 assert isinstance(rows[0].run, Trainer)
-                row.ratios += row.run.beside(rows[0].run, batches)
+                row.ratios += row.run.ratios_over(rows[0].run, batches)
                 advance()
             elif repeat:
                 row.seconds.append(elapsed)

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 
 import shaver
 
-# Callbacks are documented without the trainers they belong to, which take long to import.
+# Document callbacks without importing the trainers they belong to, which takes long.
 for trainer, base in (("lightning.pytorch", "Callback"), ("transformers", "TrainerCallback")):
     sys.modules[trainer.partition(".")[0]] = ModuleType(trainer.partition(".")[0])
     sys.modules[trainer] = ModuleType(trainer)
@@ -26,10 +26,10 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "mathml",  # ours: equations that need no network
+    "mathml",  # our own: equations that need no network access
 ]
 source_suffix = {".md": "markdown"}
-# README.md is the list of pages for readers of the repository; its place here is taken by index.md.
+# README.md lists the pages for readers of the repository; here index.md does.
 exclude_patterns = ["_build", "README.md"]
 
 html_theme = "furo"
@@ -40,14 +40,14 @@ html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
-highlight_language = "text"  # what programs print and what shells run stand in plain fences
+highlight_language = "text"  # plain fences hold shell commands and program output
 pygments_style = "friendly"
 pygments_dark_style = "native"
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_dmath_double_inline = True
-myst_update_mathjax = False  # there is none
+myst_update_mathjax = False  # MathJax is not used
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -56,14 +56,14 @@ copybutton_exclude = ".linenos, .gp, .go"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-# A class's attributes as a list in its own text, not as entries of their own.
+# Show a class's attributes as a list in its text, not as separate entries.
 napoleon_custom_sections = [("Attributes", "params_style")]
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
 
 def _resolve_face(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """``shaver.SpaM`` is documented in its room, as ``shaver.spam.SpaM``; references may use either name."""
+    """Resolve ``shaver.SpaM``, which is documented as ``shaver.spam.SpaM``; references may use either name."""
     if node.get("refdomain") != "py":
         return None
     top, _, rest = node["reftarget"].removeprefix("shaver.").partition(".")
@@ -75,7 +75,7 @@ def _resolve_face(app: Any, env: Any, node: Any, contnode: Any) -> Any:
 
 
 def _plain_bars(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    r"""|θ| in a docstring is an absolute value and not a substitution, unless it stands in code."""
+    r"""Escape bars outside code: |θ| in a docstring is an absolute value, not a substitution."""
     for i, line in enumerate(lines):
         if "|" in line and not line.lstrip().startswith((">>>", "...", "|", "+")):
             parts = line.split("``")
@@ -84,7 +84,7 @@ def _plain_bars(app: Any, what: str, name: str, obj: object, options: object, li
 
 
 def _no_type(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Napoleon takes "a: b" in the first line on an attribute for a type and its text; ours is a sentence."""
+    """Undo Napoleon's reading of "a: b" in an attribute's first line as a type and a text; ours is a sentence."""
     for i, line in enumerate(lines):
         if what in ("attribute", "data", "property") and line.startswith(":type: "):
             del lines[i]
@@ -93,7 +93,7 @@ def _no_type(app: Any, what: str, name: str, obj: object, options: object, lines
 
 
 def setup(app: Any) -> None:
-    """Three small handlers of our own."""
+    """Connect the three handlers above."""
     app.connect("autodoc-process-docstring", _no_type, priority=600)  # after napoleon
     app.connect("missing-reference", _resolve_face)
     app.connect("autodoc-process-docstring", _plain_bars)

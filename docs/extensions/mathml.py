@@ -1,6 +1,6 @@
-"""Equations as MathML, which browsers draw by themselves: no script, no network, no TeX installation.
+"""Renders equations as MathML, which browsers draw without a script, network access or TeX.
 
-The conversion is docutils' own, and docutils is what Sphinx is made of, so nothing more has to be installed.
+The conversion is part of docutils, which Sphinx needs anyway.
 """
 
 from typing import Any
