@@ -10,7 +10,7 @@ from torch import nn
 import shaver
 from shaver.files import load_masks
 from shaver.pruning import prune
-from shaver.structure import find_groups, plan_of, remove_units
+from shaver.structure import find_groups, removal_record, remove_units
 from tests.structure.compact_cases import Encoder, case, draw, numbers, outputs, shaken
 
 
@@ -79,7 +79,7 @@ def test_several_compactions_a_folded_bias_and_masks_in_one_folder(tmp_path):
     shaver.save(small, tmp_path, masks)
     restored = shaver.load(tmp_path, build)
     assert_same(restored, small, example)
-    assert plan_of(restored).biases == ("2.bias",)
+    assert removal_record(restored).biases == ("2.bias",)
     stored = load_masks(tmp_path)
     assert all(torch.equal(stored[name], mask) for name, mask in masks.items())
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -108,7 +108,7 @@ def test_wrong_factories_and_damaged_plans_leave_the_network_as_it_was(tmp_path)
         with pytest.raises(ValueError, match=message):
             shaver.load(tmp_path, network)
         assert all(torch.equal(t, before[n]) for n, t in network.state_dict().items())
-        assert plan_of(network) is None
+        assert removal_record(network) is None
 
     refused(r"removes part of 'conv1.weight', which FCN does not have", shaver.zoo.build("fcn"))
     refused(

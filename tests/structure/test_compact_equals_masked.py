@@ -13,8 +13,8 @@ from shaver.structure import (
     Slice,
     find_groups,
     mask_units,
-    plan_of,
     register_surgery,
+    removal_record,
     remove_units,
 )
 from shaver.structure.compaction import TOLERANCES
@@ -42,7 +42,7 @@ def test_compact_equals_masked_to_twelve_digits(name):
         assert not small.training
     for tensor, value in model.state_dict().items():
         assert torch.equal(value, before[tensor])
-    assert plan_of(model) is None
+    assert removal_record(model) is None
 
 
 @pytest.mark.parametrize("name", ["lenet", "resnet18", "mixer", "vit", "transformers bert"])
@@ -67,7 +67,7 @@ def test_compaction_can_be_repeated(name):
     assert twice is once
     expected = outputs(masked, other(example))
     assert (outputs(twice, other(example)) - expected).abs().max() <= 1e-12 * expected.abs().max()
-    total = plan_of(twice)
+    total = removal_record(twice)
     originals = dict(model.named_parameters())
     for tensor, dims in total.kept.items():
         if tensor in originals:
@@ -181,7 +181,7 @@ def test_wrong_groups_are_refused_by_name_and_nothing_is_changed():
         remove_units(model, broken, draw(groups, 1), example, in_place=True, optimizer=optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.conv2.out_channels == 16
-    assert plan_of(model) is None
+    assert removal_record(model) is None
 
 
 def test_a_layer_norm_over_removed_channels_is_not_exact_and_says_so():

@@ -116,5 +116,5 @@ def test_an_added_bias_stays_through_a_second_compaction():
     again = find_groups(small, numbers(4, 5))
     twice = remove_units(small, again, half(again, "2"), numbers(4, 5)).model
     assert twice[2].bias.shape == (3,)
-    assert twice.shaver_plan.biases == ("2.bias",)
-    assert "2.bias" not in twice.shaver_plan.kept  # the constructor's network has no such tensor to slice
+    assert twice.shaver_removed.biases == ("2.bias",)
+    assert "2.bias" not in twice.shaver_removed.kept  # the constructor's network has no such tensor to slice

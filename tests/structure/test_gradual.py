@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from shaver.structure.targets import Costs
 
 import shaver
 from shaver.pruning.online import cubic
-from shaver.structure import Choosing, Gradual, choose_units, compact_with_report, find_groups, kept_units
+from shaver.structure import ChoiceOptions, Gradual, choose_units, compact_with_report, find_groups, kept_units
 from shaver.structure.gradual import UnitPruner
-from shaver.structure.targets import Costs
 from tests.structure.known_groups import cnn, fcn
 
 QUICK = {"every": 2, "update": 4}
@@ -54,7 +54,7 @@ def test_units_fall_along_the_schedule_and_never_come_back(method):
     assert totals[4] == halfway
     assert watch.widths[7] == watch.widths[-1] == [2, 3]
     report = compact_with_report(model, torch.randn(4, 5), masks=history.masks)
-    assert report.chosen.widths == {"0": (8, 2), "2": (12, 3)}
+    assert report.choice.widths == {"0": (8, 2), "2": (12, 3)}
     x = torch.randn(4, 5)
     torch.testing.assert_close(report.model(x), model(x), rtol=1e-5, atol=1e-6)
 
@@ -110,7 +110,7 @@ def test_many_cuts_by_the_same_scores_end_where_one_does(seed):
     model, groups = cnn()
     how = {"target": "parameters", "spread": "global"}
     gradual = Gradual(0.85, groups=groups, **how)
-    pruner = UnitPruner(model, None, groups, Choosing(**how), gradual)
+    pruner = UnitPruner(model, None, groups, ChoiceOptions(**how), gradual)
     # Channels, dear as they are, fall last: were hidden units to make up for them until then, they would be missed.
     generator = torch.Generator().manual_seed(seed)
     costs = Costs(model, groups, "parameters")

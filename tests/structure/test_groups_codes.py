@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shaver.structure.codes import code, decode
+from shaver.structure.arrivals import code, decode
 from shaver.structure.coupling import components
 
 

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 from shaver import zoo
 from shaver.structure import find_groups
-from shaver.structure.tracing import within
-from tests.curvature import languages
 
 
 def lenet() -> tuple[nn.Module, Tensor]:
@@ -54,12 +52,6 @@ def test_kinds_choose_among_the_groups() -> None:
         find_groups(model, x, kinds=["heads"])
 
 
-def test_an_unknown_way_is_refused() -> None:
-    model, x = lenet()
-    with pytest.raises(ValueError, match="Valid: 'probing', 'torch-pruning'"):
-        find_groups(model, x, by="fx")  # type: ignore[arg-type]
-
-
 def test_the_time_limit_names_the_layer() -> None:
     model, x = lenet()
     with pytest.raises(TimeoutError, match="longer than seconds=0 and stopped in layer 'conv1', forward pass 1"):
@@ -67,40 +59,7 @@ def test_the_time_limit_names_the_layer() -> None:
     assert "forward" not in vars(model.conv1)
 
 
-def test_a_graph_without_end_is_stopped_where_it_is() -> None:
-    """Grouped queries send torch-pruning round in circles."""
-    pytest.importorskip("torch_pruning")
-    model = languages.build(languages.CAUSAL["llama"])
-    hooks = [len(module._forward_hooks) for module in model.modules()]
-    with pytest.raises(TimeoutError, match=r"graph of LlamaForCausalLM took longer than seconds=1\.5 .*stopped"):
-        find_groups(model, languages.tokens(2, True), by="torch-pruning", seconds=1.5)
-    assert [len(module._forward_hooks) for module in model.modules()] == hooks
-
-
-def test_work_that_ends_in_time_gives_its_result_or_its_error() -> None:
-    assert within(10, lambda: 3, "counting", str) == 3
-    with pytest.raises(RuntimeError, match="counting failed with ZeroDivisionError"):
-        within(10, lambda: 1 // 0, "counting", str)
-
-
-def test_a_loop_is_interrupted() -> None:
-    turns = [0]
-
-    def forever() -> None:
-        while True:
-            turns[0] += 1
-
-    with pytest.raises(TimeoutError, match=r"counting took longer .*forever, at last"):
-        within(0.2, forever, "counting", lambda: "at last")
-    after = turns[0]
-    torch.randn(1000, 1000).sum()
-    assert turns[0] == after
-
-
-@pytest.mark.parametrize("by", ["probing", "torch-pruning"])
-def test_the_model_is_left_as_it_was(by: str) -> None:
-    if by == "torch-pruning":
-        pytest.importorskip("torch_pruning")
+def test_the_model_is_left_as_it_was() -> None:
     model = zoo.build("wrn16", depth=10, widen=1, seed=0).train()
     model.norm.eval()
     model.stem.weight.requires_grad_(False)
@@ -109,7 +68,7 @@ def test_the_model_is_left_as_it_was(by: str) -> None:
     modes = [module.training for module in model.modules()]
     attributes = [sorted(vars(module)) for module in model.modules()]
     random = torch.get_rng_state()
-    find_groups(model, torch.zeros(2, 3, 8, 8), by=by)  # type: ignore[arg-type]
+    find_groups(model, torch.zeros(2, 3, 8, 8))
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model.modules()] == modes
     assert [sorted(vars(module)) for module in model.modules()] == attributes

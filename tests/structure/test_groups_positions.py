@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from shaver.structure.probing import Change, Probing, everything
 from torch import Tensor, nn
 
 from shaver.structure import Group, Groups, find_groups, mask_units, remove_units
 from shaver.structure.arrivals import Arrivals
-from shaver.structure.probing import Change, Probing, everything
 from tests.structure.compact_cases import copy_of, draw, numbers, outputs, shaken
 from tests.structure.silencing import check_units
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shaver.structure.targets import Costs, parameters_left
 from torch import nn
 
-from shaver.structure import Choosing, Group, Groups, Slice, choose_units
-from shaver.structure.choosing import Chooser, whole
-from shaver.structure.targets import Costs, parameters_left
+from shaver.structure import ChoiceOptions, Group, Groups, Slice, choose_units
+from shaver.structure.choice import Chooser
 from tests.structure.known_groups import cnn, fcn, one_each
 
 
@@ -80,7 +80,7 @@ def test_counts_are_exact_and_nested(spread, sparsity, seed, floor):
 def test_a_share_of_parameters_is_reached_by_the_fewest_units(spread, sparsity):
     model, groups = cnn()
     dense = sum(p.numel() for p in model.parameters())
-    assert parameters_left(model, groups, whole(groups)) == dense
+    assert parameters_left(model, groups, groups.whole) == dense
     chosen = choose_units(model, groups, rising(groups), sparsity, target="parameters", spread=spread)
     assert chosen.achieved >= sparsity
     assert chosen.achieved == 1 - parameters_left(model, groups, chosen.kept) / dense
@@ -132,7 +132,7 @@ def test_a_head_of_six_features_is_rounded_in_features():
 
 def test_fallen_units_stay_fallen_and_do_not_count_in_the_normalisation():
     model, groups = fcn()
-    chooser = Chooser(model, groups, Choosing(spread="global"))
+    chooser = Chooser(model, groups, ChoiceOptions(spread="global"))
     among = {"0": torch.arange(8) >= 6, "2": torch.ones(12, dtype=torch.bool)}
     scores = {"0": torch.tensor([9.0] * 6 + [1.0, 1.0]), "2": torch.arange(1.0, 13)}
     chosen = chooser.choose(scores, 0.5, among)
@@ -145,7 +145,7 @@ def test_fallen_units_stay_fallen_and_do_not_count_in_the_normalisation():
 def test_spared_units_fall_last_and_in_their_own_order(spread):
     model, groups = fcn()
     spare = {"0": torch.arange(8) < 4, "2": torch.arange(12) < 6}  # the worst half
-    chooser = Chooser(model, groups, Choosing(spread=spread, normalise="none"))
+    chooser = Chooser(model, groups, ChoiceOptions(spread=spread, normalise="none"))
     half, quarter = (chooser.choose(rising(groups), sparsity, spare=spare).kept for sparsity in (0.5, 0.75))
     assert all(torch.equal(half[name], spare[name]) for name in groups)
     assert all(keep.any() and not bool((keep & ~spare[name]).any()) for name, keep in quarter.items())

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from shaver.structure.targets import Costs
 
 import shaver
 from shaver.curvature import estimate
 from shaver.measure import cost, flops, latency
 from shaver.structure import compact_with_report, find_groups, mask_units, score_units
-from shaver.structure.targets import Costs
 from tests.structure.known_groups import cnn, images
 
 ZOO = {
@@ -35,11 +35,11 @@ def test_the_small_network_costs_what_was_asked_for(name, target, spread):
     report = compact_with_report(model, x, criterion="magnitude", sparsity=0.5, target=target, spread=spread)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     if target == "units":
-        left, all_units = (sum(w[i] for w in report.chosen.widths.values()) for i in (1, 0))
+        left, all_units = (sum(w[i] for w in report.choice.widths.values()) for i in (1, 0))
         assert left == all_units - round(all_units / 2)
         return
     reached = 1 - getattr(report.after, target) / getattr(report.before, target)
-    assert reached == pytest.approx(report.chosen.achieved)
+    assert reached == pytest.approx(report.choice.achieved)
     assert 0.5 <= reached < 0.62
     assert report.after.parameters == sum(p.numel() for p in report.model.parameters())
 
@@ -50,7 +50,7 @@ def test_it_computes_what_the_masked_network_does(name):
     model.double().eval()
     x = x.double()
     report = compact_with_report(model, x, criterion="magnitude", sparsity=0.6)
-    mask_units(model, report.groups, report.chosen.kept).apply_(model)
+    mask_units(model, report.groups, report.choice.kept).apply_(model)
     torch.testing.assert_close(report.model(x), model(x), rtol=0, atol=1e-12)
 
 
@@ -90,7 +90,7 @@ def test_masks_say_which_units_go_and_what_they_left_stays_what_it_was():
     masks = mask_units(model, groups, kept)
     masks.apply_(model)
     report = compact_with_report(model, images(2), masks=masks)
-    assert {name: keep.tolist() for name, keep in report.chosen.kept.items()} == {
+    assert {name: keep.tolist() for name, keep in report.choice.kept.items()} == {
         n: k.tolist() for n, k in kept.items()
     }
     torch.testing.assert_close(report.model(images()), model(images()), rtol=1e-5, atol=1e-6)
@@ -140,7 +140,7 @@ def test_a_share_of_latency_is_measured():
     model = shaver.zoo.build("fcn", seed=0, inputs=256, hidden=[1024], classes=2)
     x = torch.randn(16, 256)
     report = compact_with_report(model, x, criterion="magnitude", sparsity=0.4, target="latency")
-    assert report.chosen.achieved >= 0.4
+    assert report.choice.achieved >= 0.4
     assert latency(report.model, x, batch_size=16).median < latency(model, x, batch_size=16).median
 
 

@@ -1,55 +1,104 @@
-"""Where the outputs of each layer arrive, and whether several of them are added up there."""
+"""Where the output channels of each layer arrive, and where several layers are added up.
+
+Which of n channels arrive at a position is found with about 2 log₂ n forward passes instead of n: each pass changes
+the channels whose number has a certain digit, and the answers together give the channel's number.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from shaver.structure.groups import Group
-from shaver.structure.layers import Axis
-from shaver.structure.probing import Change, Probing, everything
+from shaver.structure.layers import Axis, Layer
+from shaver.structure.probe import Change, Probe, everything
 
 
 class Arrivals:
     """The layers that make channels, and the nodes they reach.
 
     Args:
-        probing: The model, entered.
+        probe: The model, inside the ``with`` block.
 
     Attributes:
-        sources: Layers whose every output depends on every input, in the order of calls.
-        reach: Layer → the nodes (positions of dimensions) that its outputs reach, and whether they are the model's.
-        summed: For every node, whether several layers add up there.
+        sources: Dense layers, in the order of calls.
+        reach: Layer → the nodes (positions of dimensions) that its outputs reach, and whether they reach the output.
+        summed: For every node, whether several layers are added up there.
     """
 
-    def __init__(self, probing: Probing) -> None:
-        self.probing = probing
-        self.sources = [layer for layer in probing.order if layer.sort == "dense"]
-        self.reach = {layer: probing.reach(layer) for layer in self.sources}
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.sources = [layer for layer in probe.order if layer.sort == "dense"]
+        self.reach = {layer: probe.reach(layer) for layer in self.sources}
         self.summed = self._sums()
+
+    def tables(self, layers: list[Layer]) -> dict[Layer, Tensor]:
+        """Layer → (channels, nodes it reaches): where each channel arrives."""
+        tables = self._decoded(layers, more=False)
+        # Where several channels seem to arrive at one node, a longer code tells which of them do.
+        unclear = [
+            layer for layer, table in tables.items() if (table.sum(0) > 1).any() and code(layer.width, more=True)
+        ]
+        for layer, table in self._decoded(unclear, more=True).items():
+            tables[layer] &= table
+        return tables
+
+    def _decoded(self, layers: list[Layer], more: bool) -> dict[Layer, Tensor]:
+        tables = {}
+        for together in self._apart(layers):
+            digits = {layer: code(layer.width, more=more) for layer in together}
+            hits: dict[Layer, list[list[Tensor]]] = {layer: [[] for _ in digits[layer]] for layer in together}
+            tests = [[(layer, at, mask) for at, digit in enumerate(digits[layer]) for mask in digit]
+                     for layer in together]  # fmt: skip
+            for row in zip_longest(*tests):
+                now = [test for test in row if test is not None]
+                reached = self.probe.spread({layer: mask for layer, _, mask in now}).reached
+                for layer, at, _ in now:
+                    hits[layer][at].append(reached[self.reach[layer].reached])
+            for layer in together:
+                tables[layer] = decode(digits[layer], hits[layer])
+        return tables
+
+    def _apart(self, layers: Iterable[Layer]) -> list[list[Layer]]:
+        """Sets of layers that share no reader, so that each set can be probed at once."""
+        sets: list[tuple[list[Layer], Tensor]] = []
+        for layer in layers:
+            mine = self.reach[layer].reached
+            for members, taken in sets:
+                if not (taken & mine).any():
+                    members.append(layer)
+                    taken |= mine
+                    break
+            else:
+                sets.append(([layer], mine.clone()))
+        return [members for members, _ in sets]
 
     def _sums(self) -> Tensor:
         """Nodes that several layers reach, none of which can silence them alone: a sum, not a product."""
-        probing = self.probing
-        several = sum((seen.reached.int() for seen in self.reach.values()), torch.zeros(probing.size).int()) > 1
-        silenced = torch.zeros(probing.size, dtype=torch.bool)
+        probe = self.probe
+        several = sum((seen.reached.int() for seen in self.reach.values()), torch.zeros(probe.size).int()) > 1
+        silenced = torch.zeros(probe.size, dtype=torch.bool)
         for layer in self.sources:
             here = self.reach[layer].reached
             if not (here & several).any():
                 continue
             mute = [Change(layer, everything(layer.width), "zero")]
-            # A norm or grouped convolution behind this layer alone would send its shift in the layer's place.
+            # A norm or grouped convolution that follows only this layer would still send its shift.
             mute += [Change(axis, everything(size), "zero") for axis, size in self._behind(here & ~several)]
-            quiet = probing.run(mute, real=True, keep=True)
+            quiet = probe.run(mute, real=True, keep=True)
             others = [Change(other, everything(other.width), "sway") for other in self.sources if other is not layer]
-            moved = probing.turns([*mute, *others], reference=quiet, real=True).reached
+            moved = probe.turns([*mute, *others], reference=quiet, real=True).reached
             silenced |= here & ~moved
         return several & ~silenced
 
     def _behind(self, nodes: Tensor) -> list[tuple[Axis, int]]:
         axes = []
-        for layer in self.probing.order:
+        for layer in self.probe.order:
             for axis in layer.makes if layer.sort != "dense" else ():
-                if nodes[self.probing.range_of(axis)].all():
-                    axes.append((axis, self.probing.nodes[axis][1]))
+                if nodes[self.probe.range_of(axis)].all():
+                    axes.append((axis, self.probe.nodes[axis][1]))
         return axes
 
     def silent(self, groups: list[Group], batch: object) -> list[bool]:
@@ -62,9 +111,9 @@ class Arrivals:
         makes: dict[Axis, Tensor] = {}
         for piece in (piece for group in groups for piece in group.slices if piece.role == "makes"):
             axis = (piece.tensor, piece.dim)
-            mask = makes.setdefault(axis, torch.zeros(self.probing.nodes[axis][1], dtype=torch.bool))
+            mask = makes.setdefault(axis, torch.zeros(self.probe.nodes[axis][1], dtype=torch.bool))
             mask[piece.index.flatten()] = True
-        # The tensors of layers that answer from memory are silenced at the layer's output.
+        # A layer that answers from memory is silenced at its output.
         at_layers = {axis for layer in self.sources for axis in layer.makes}
         mute = [Change(axis, mask, "zero") for axis, mask in makes.items() if axis not in at_layers]
         others = []
@@ -73,13 +122,92 @@ class Arrivals:
                 mute.append(Change(layer, makes[layer.makes[0]], "zero"))
             else:
                 others.append(Change(layer, everything(layer.width), "sway"))
-        quiet = self.probing.run(mute, real=True, keep=True)
-        moved = self.probing.turns([*mute, *others], reference=quiet, batch=batch, real=True).reached
+        quiet = self.probe.run(mute, real=True, keep=True)
+        moved = self.probe.turns([*mute, *others], reference=quiet, batch=batch, real=True).reached
         return [
             not any(
-                moved[self.probing.range_of((piece.tensor, piece.dim))][piece.index].any()
+                moved[self.probe.range_of((piece.tensor, piece.dim))][piece.index].any()
                 for piece in group.slices
                 if piece.role == "reads"
             )
             for group in groups
         ]
+
+
+def code(channels: int, *, more: bool = False) -> list[list[Tensor]]:
+    """The digits of the channel numbers: for each digit, one mask per value.
+
+    The radices are the prime factors of ``channels``. Channels in even blocks, such as those of a head, share some
+    digits and take all values of the others if the size of the block is a product of the first radices; so the factors
+    are used in several orders. Numbers with a large prime factor are written in binary.
+
+    Example:
+        >>> [[mask.int().tolist() for mask in digit] for digit in code(4)]
+        [[[1, 0, 1, 0], [0, 1, 0, 1]], [[1, 1, 0, 0], [0, 0, 1, 1]]]
+
+    Args:
+        channels: The number of channels.
+        more: Only the further orders with which every divisor of ``channels`` is the size of a block.
+    """
+    factors = _factors(channels)
+    usual = [tuple(factors), tuple(reversed(factors))]
+    orders = dict.fromkeys(usual)
+    if factors and factors[-1] > 64:
+        orders = {} if more else {(2,) * math.ceil(math.log2(channels)): None}
+    elif more:
+        orders = dict.fromkeys(order for order in _chains(channels) if order not in usual)
+    digits = []
+    for order in orders:
+        rest = torch.arange(channels)
+        for radix in order:
+            digits.append([rest % radix == value for value in range(radix)])
+            rest = rest // radix
+    return digits if digits or more else [[torch.ones(channels, dtype=torch.bool)]]
+
+
+def decode(digits: Sequence[Sequence[Tensor]], hits: Sequence[Sequence[Tensor]]) -> Tensor:
+    """``(channels, positions)``: which channels may arrive at which positions.
+
+    Exact for positions that are reached by one channel, by an even block whose size the code knows, or by all; for
+    other sets of channels the result may contain more channels, never fewer.
+
+    Args:
+        digits: From :func:`code`.
+        hits: For every mask in ``digits``, the positions that were reached when its channels were changed.
+    """
+    # Positions with the same answers, such as the tensors of one norm, are decoded once.
+    answers = torch.stack([hit for reached in hits for hit in reached])
+    distinct, which = torch.unique(answers.to(torch.uint8), dim=1, return_inverse=True)
+    rows = iter(distinct.bool())
+    possible = torch.ones(len(digits[0][0]), distinct.shape[1], dtype=torch.bool)
+    for masks in digits:
+        here = torch.zeros_like(possible)
+        for mask in masks:
+            here |= mask[:, None] & next(rows)[None, :]
+        possible &= here
+    return possible[:, which]
+
+
+def _factors(number: int) -> list[int]:
+    factors, prime = [], 2
+    while number > 1:
+        while number % prime == 0:
+            factors.append(prime)
+            number //= prime
+        prime += 1
+        if prime * prime > number > 1:
+            factors.append(number)
+            break
+    return sorted(factors)
+
+
+def _chains(number: int) -> list[tuple[int, ...]]:
+    """Orders of the prime factors whose partial products contain every divisor."""
+    orders: list[tuple[int, ...]] = []
+    covered: set[int] = set()
+    for divisor in range(1, number + 1):
+        if number % divisor == 0 and divisor not in covered:
+            order = (*_factors(divisor), *_factors(number // divisor))
+            covered.update(math.prod(order[:end]) for end in range(len(order) + 1))
+            orders.append(order)
+    return orders

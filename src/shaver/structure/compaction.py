@@ -1,292 +1,197 @@
-"""Removing units: from a masked network to a smaller dense one that computes the same, checked and else undone."""
+"""``compact``: from a trained network to a smaller dense one in a single call."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shaver.batches import Forward
-from shaver.curvature.capture import undisturbed
-from shaver.measure.example import Example, call
-from shaver.pruning.hold import Hold
-from shaver.selection import take
-from shaver.structure.folding import folded_biases, readers_of, watching
-from shaver.structure.groups import Groups, remaining
-from shaver.structure.masking import check_kept, mask_units
-from shaver.structure.plan import Plan, output_dim, resize, tensors_of, under_all_names
-from shaver.structure.remap import Followers
+from shaver.criteria import PosteriorLike
+from shaver.measure import Cost, cost
+from shaver.measure.example import Example
+from shaver.naming import check_name
+from shaver.pruning.ranking import check_sparsity
+from shaver.structure.choice import Choice, ChoiceOptions, Chooser
+from shaver.structure.groups import Groups, kept_units
+from shaver.structure.inputs import check_example, check_network
+from shaver.structure.removal import remove_units
+from shaver.structure.scores import score_units
+from shaver.structure.search import find_groups
 
 if TYPE_CHECKING:
     from shaver.spam import SpaM
 
-#: The largest difference between compact and masked outputs, relative to the largest output.
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
-
-
-class CompactionError(ValueError):
-    """The smaller network would not compute what the masked one does; nothing was changed."""
-
 
 @dataclass(frozen=True)
-class Compacted:
-    """What :func:`remove_units` gives.
+class CompactReport:
+    """A small network and what was removed. ``print(report)`` shows widths and cost before and after.
 
     Attributes:
         model: The small network.
-        plan: What was removed in this call.
-        difference: Between compact and masked outputs on the example, relative to the largest output.
-        folded: Biases that took up a constant.
+        groups: The groups of the network as it was.
+        choice: Which units stayed, the share requested and the share removed.
+        before: Parameters, bytes and FLOPs of the network as it was.
+        after: The same of the small one.
     """
 
     model: nn.Module
-    plan: Plan
-    difference: float
-    folded: tuple[str, ...]
+    groups: Groups
+    choice: Choice
+    before: Cost
+    after: Cost
+
+    def __str__(self) -> str:
+        lines = [str(self.choice)]
+        for title, key in (("parameters", "parameters"), ("bytes", "bytes_dense"), ("FLOPs/sample", "flops")):
+            before, after = getattr(self.before, key), getattr(self.after, key)
+            lines.append(f"{title:<14}  {before:>14,} → {after:>14,}  ÷ {before / max(after, 1):.2f}")
+        return "\n".join(lines)
 
 
-def remove_units(
+_P = ParamSpec("_P")
+
+
+def _network_alone(function: Callable[_P, CompactReport]) -> Callable[_P, nn.Module]:
+    """The same function, with the same signature and documentation, that returns the small network only."""
+
+    @wraps(function)
+    def compact(*args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
+        return function(*args, **kwargs).model
+
+    compact.__name__ = compact.__qualname__ = "compact"
+    compact.__signature__ = signature(function).replace(return_annotation=nn.Module)  # type: ignore[attr-defined]
+    return compact
+
+
+def compact_with_report(
     model: nn.Module,
-    groups: Groups,
-    kept: Mapping[str, Tensor],
     example: Example,
     *,
-    forward: Forward | None = None,
-    mask: bool = True,
+    criterion: str = "opd",
+    posterior: PosteriorLike | None = None,
+    batches: Iterable[Any] | None = None,
+    sparsity: float | None = None,
+    target: str = "units",
+    spread: str = "uniform",
+    normalise: str | None = None,
+    round_to: int = 1,
+    min_units: int = 1,
+    groups: Groups | None = None,
+    masks: Mapping[str, Tensor] | None = None,
     in_place: bool = False,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    optimizer: Optimizer | None = None,
     spam: "SpaM | None" = None,
-    hold: Hold | None = None,
-    tolerance: float | None = None,
-) -> Compacted:
-    """Remove units for good: the small network computes what the masked one does, in evaluation mode.
+    forward: Forward | None = None,
+    **scoring: Any,
+) -> CompactReport:
+    """Make a smaller dense network: the least important units are removed, with everything that made or read them.
+
+    ``compact`` returns the small network; ``compact_with_report`` returns a :class:`CompactReport` that contains it.
 
     Example:
-        >>> groups = find_groups(model, example)
-        >>> kept = {"conv1": torch.tensor([True, False, True, True, False, True])}
-        >>> small = remove_units(model, groups, kept, example).model
-        >>> remove_units(model, groups, kept, example, in_place=True, optimizer=optimizer, spam=spam)
+        >>> small = shaver.compact(model, example=x, criterion="opd", posterior=spam.posterior, sparsity=0.8)
+        >>> half = shaver.compact(model, example=x, criterion="magnitude", sparsity=0.5, target="flops")
+        >>> report = shaver.structure.compact_with_report(model, x, criterion="magnitude", sparsity=0.5)
+        >>> print(report)                            # widths, parameters, bytes and FLOPs before and after
+        >>> shaver.compact(model, example=x)         # removes dead units only
 
-    Both networks are run on the example. Where float32 rounding alone may differ by more than the tolerance, the
-    comparison is made again with both in float64. In place, parameters stay the same objects, sliced, so optimizers,
-    schedulers and hooks go on with them; wrappers that keep shapes of their own (DistributedDataParallel, a compiled
-    graph) must be made anew.
+    For networks that are to be compacted, train SpaM with ``prior="unit"``: one precision per unit switches off whole
+    units, where one per weight thins all of them.
 
     Args:
-        model: The network; it is changed only with ``in_place``, and not before the check has passed.
-        groups: Its groups.
-        kept: Group → one truth value a unit; groups that are absent stay whole.
-        example: An input, to check on: a tensor, a tuple of positional or a dict of keyword arguments.
-        forward: ``forward(model, example)``, where the network is called in another way.
-        mask: Mask the units first, as :func:`mask_units` does. False: the network is masked already, by whatever
-            means, and stays what it is; constants that removed units still give are folded into the biases of what
-            reads them.
-        in_place: Change this network, rather than a copy.
-        optimizer: One or several that train it: their state is sliced too. Needs ``in_place``, as do ``spam`` and
-            ``hold``.
-        spam: Its δ and curvature are sliced too.
-        hold: Masks in force, sliced too.
-        tolerance: Largest relative difference; by default 1e-6, in float64 1e-12.
+        model: The network. A copy is made smaller, unless ``in_place``.
+        example: An input: to find coupled units, to check the result, and to count FLOPs. A tensor, a tuple of
+            positional or a dict of keyword arguments.
+        criterion: ``"opd"``, ``"magnitude"``, ``"snip"``, ``"grasp"``, ``"synflow"``, ``"random"`` or another, summed
+            over everything that belongs to a unit.
+        posterior: For OPD and OBD.
+        batches: For the criteria that need data.
+        sparsity: The share of the target to remove, in [0, 1). Without one, only dead units are removed: those with
+            no weight that is not zero on the way in, or none on the way out.
+        target: ``"units"``, ``"parameters"``, ``"flops"`` or ``"latency"``.
+        spread: ``"uniform"`` removes the same share of each group, ``"global"`` lets each group have its own width.
+        normalise: Under ``"global"``; see :class:`shaver.structure.ChoiceOptions`, except that ``None`` is ``"none"``
+            for SynFlow, whose order of removal is global already.
+        round_to: Widths become multiples of this.
+        min_units: Each group keeps at least this many units.
+        groups: What may be removed, from :func:`shaver.structure.find_groups`; found here if left out. Outputs are
+            never removed, residual streams only if asked for there.
+        masks: Remove exactly the units that these masks removed, such as ``history.masks`` after pruning during
+            training; criterion, sparsity and the options of the choice are then ignored.
+        in_place: Change the network itself.
+        optimizer: Its state is sliced too, so that training goes on without a jump; needs ``in_place``.
+        spam: Its prior and curvature are sliced too; needs ``in_place``.
+        forward: ``forward(model, batch)`` for batches (and then an example) of another layout.
+        **scoring: Further arguments of :func:`shaver.score`, such as ``likelihood`` and ``seed``.
 
     Raises:
-        CompactionError: The small network does not compute the same; says which group and layer. Everything is as
-            it was.
-        ValueError: ``kept`` does not fit the groups, or takes a whole group; a state cannot follow.
+        ValueError: An option is out of range, or the target is out of reach; the network is as it was.
+        CompactionError: The small network would not compute what the masked one does; the network is as it was.
     """
-    check_kept(groups, kept)
-    groups.check(model)
-    for name, keep in kept.items():
-        if not bool(keep.any()):
-            raise ValueError(f"kept[{name!r}] keeps none of {groups[name].units} units; a layer needs one at least.")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    if not in_place and (optimizers or spam is not None or hold is not None):
-        raise ValueError("an optimizer, SpaM or held masks belong to the network itself: pass in_place=True with them.")
-    kept = {name: keep for name, keep in kept.items() if not bool(keep.all())}
-    check = _Check(model, groups, kept, example, forward or _call, mask, tolerance)
-    small = check.passed()
-    target = small.model
-    if in_place:
-        followers = Followers(model, small.plan, optimizers, spam, hold)
-        followers.before()
-        resize(model, small.plan)
-        with torch.no_grad():
-            for name in small.folded:
-                model.get_parameter(name).copy_(small.model.get_parameter(name))
-        followers.after()
-        target = model
-    return Compacted(target, small.plan, small.difference, small.folded)
+    if normalise is None and criterion == "synflow":
+        normalise = "none"
+    options = ChoiceOptions(target, spread, normalise, round_to, min_units)
+    check_network(model)
+    example = check_example(example, forward)
+    if groups is None:
+        groups = find_groups(model, example, forward=forward)
+    if masks is not None:
+        choice = _masked(model, groups, masks)
+    elif sparsity is None:
+        choice = _without_dead_units(model, groups)
+    else:
+        check_sparsity(sparsity)
+        if criterion == "synflow":
+            scoring = {"spread": spread} | ({"example": example} if batches is None else {}) | scoring
+        if forward is not None:
+            scoring = {"forward": forward} | scoring
+        scores = score_units(model, groups, criterion, posterior=posterior, batches=batches, **scoring)
+        choice = Chooser(model, groups, options, example).choose(scores, sparsity)
+    before = cost(model, example, latency=False)
+    # The units are chosen and not yet sliced: this is the place for anything that adjusts the remaining weights.
+    done = remove_units(
+        model,
+        groups,
+        choice.kept,
+        example,
+        forward=forward,
+        mask=masks is None and sparsity is not None,
+        in_place=in_place,
+        optimizer=optimizer,
+        spam=spam,
+    )
+    return CompactReport(done.model, groups, choice, before, cost(done.model, example, latency=False))
 
 
-class _Check:
-    """Makes the small network from a copy, and compares."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: Groups,
-        kept: Mapping[str, Tensor],
-        example: Example,
-        forward: Callable[[nn.Module, Any], Any],
-        mask: bool,
-        tolerance: float | None,
-    ) -> None:
-        self.model, self.groups, self.kept, self.example = model, groups, kept, example
-        self.forward, self.mask, self.tolerance = forward, mask, tolerance
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-    def passed(self) -> Compacted:
-        """The small network, or an error that says where it differs."""
-        self.run_whole()
-        try:
-            small = self.attempt(self.kept, self.dtype)
-            limit = self.limit(self.dtype)
-            if small.difference <= limit or (self.dtype != torch.float64 and self.holds_in_double()):
-                return small
-            reason = f"its outputs differ by {small.difference:.2g} of the largest, more than {limit:.2g}"
-        except (CompactionError, RuntimeError, IndexError, TypeError, ValueError) as error:
-            reason = _first_line(error)
-        name = type(self.model).__name__
-        raise CompactionError(f"{name} cannot be made smaller like this: {reason}.{self.blame()}") from None
-
-    def run_whole(self) -> None:
-        """The network as it is takes the example, else it is the example's fault.
-
-        Raises:
-            ValueError: It does not.
-        """
-        try:
-            with undisturbed(self.model), torch.no_grad():
-                self.forward(self.model, self.example)
-        except Exception as error:  # whatever the user's network raises
-            name = type(self.model).__name__
-            raise ValueError(f"{name} does not run on the example: {_first_line(error)}.") from error
-
-    def limit(self, dtype: torch.dtype) -> float:
-        """The largest difference allowed."""
-        return TOLERANCES.get(dtype, 0.0) if self.tolerance is None else self.tolerance
-
-    def holds_in_double(self) -> bool:
-        """Whether the same comparison holds without float32's rounding."""
-        try:
-            return self.attempt(self.kept, torch.float64).difference <= self.limit(torch.float64)
-        except (RuntimeError, ValueError):  # a network that insists on its own precision
-            return False
-
-    def attempt(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Compacted:
-        """Mask, measure, slice and fold a copy, in some precision."""
-        copy, example = deepcopy(self.model), self.example
-        if dtype != self.dtype:
-            copy, example = copy.to(dtype), tree_map(lambda v: _in(dtype, v), example)
-        if self.mask:
-            mask_units(copy, self.groups, kept).apply_(copy)
-        readers = readers_of(copy, self.groups, kept)
-        with undisturbed(copy), torch.no_grad(), watching(readers):
-            expected = _outputs(self.forward(copy, example))
-        biases = folded_biases(readers, TOLERANCES.get(dtype, 1e-2))
-        tensors = tensors_of(copy)
-        selection = under_all_names(tensors, remaining(self.groups, kept, {n: t.shape for n, t in tensors.items()}))
-        new = tuple(name for name in biases if name not in tensors)
-        plan = Plan({name: tensors[name].shape for name in selection}, selection, new)
-        resize(copy, plan)
-        for name, values in biases.items():
-            owner = name.rpartition(".")[0]
-            rows = selection.get(f"{owner}.weight".removeprefix("."), {}).get(output_dim(copy.get_submodule(owner)))
-            with torch.no_grad():
-                copy.get_parameter(name).copy_(take(values, None if rows is None else {0: rows}))
-        with undisturbed(copy), torch.no_grad():
-            found = _outputs(self.forward(copy, example))
-        return Compacted(copy, plan, _difference(expected, found), tuple(biases))
-
-    def blame(self) -> str:
-        """Which groups alone fail, and at which layer."""
-        lines = []
-        for name, keep in self.kept.items():
-            at = _Position()
-            try:
-                with at.following(self):
-                    difference = self.attempt({name: keep}, self.dtype).difference
-                limit = max(self.limit(self.dtype), 1e-4 if self.dtype != torch.float64 else 0.0)
-                if difference > limit:
-                    lines.append(f"group {name!r} alone: outputs differ by {difference:.2g}")
-            except (CompactionError, RuntimeError, IndexError, TypeError, ValueError) as error:
-                lines.append(f"group {name!r} alone fails at {at.layer!r}: {_first_line(error)}")
-        return (" " + "; ".join(lines[:3]) + ".") if lines else ""
+compact = _network_alone(compact_with_report)
 
 
-class _Position:
-    """Remembers which layer was entered last, to say where a forward pass broke."""
+def _masked(model: nn.Module, groups: Groups, masks: Mapping[str, Tensor]) -> Choice:
+    """The units that masks leave something of.
 
-    def __init__(self) -> None:
-        self.layer = "the input"
-
-    @contextmanager
-    def following(self, check: _Check) -> Iterator[None]:
-        inner = check.forward
-
-        def forward(model: nn.Module, example: Any) -> Any:
-            def note(name: str) -> Any:
-                return lambda *_: setattr(self, "layer", name or type(model).__name__)
-
-            handles = [m.register_forward_pre_hook(note(name)) for name, m in model.named_modules()]
-            try:
-                return inner(model, example)
-            finally:
-                for handle in handles:
-                    handle.remove()
-
-        check.forward = forward
-        try:
-            yield
-        finally:
-            check.forward = inner
+    Raises:
+        ValueError: A mask has an unknown name or another shape than its parameter, or a group would lose every unit.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, mask in masks.items():
+        shape = parameters[check_name("parameter in masks", name, parameters)].shape
+        if not isinstance(mask, Tensor) or mask.shape != shape:
+            given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"the mask of {name!r} must have the parameter's shape {tuple(shape)}, not {given}.")
+    kept = kept_units(groups, masks)
+    empty = [name for name, keep in kept.items() if not bool(keep.any())]
+    if empty:
+        raise ValueError(f"the masks remove every unit of {', '.join(empty)}: no network is left.")
+    return Choice.of(kept)
 
 
-def _call(model: nn.Module, example: Example) -> Any:
-    return call(model, example)
-
-
-def _outputs(result: Any) -> list[Tensor]:
-    """The tensors in what a network returned: its logits or last hidden state where it says so, else all of them."""
-    for key in ("logits", "last_hidden_state"):
-        named = result.get(key) if isinstance(result, Mapping) else getattr(result, key, None)
-        if isinstance(named, Tensor):
-            result = named
-    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if not found:
-        raise TypeError(
-            f"the network returned a {type(result).__name__} without a tensor to compare; pass forward=lambda model, "
-            "example: … that returns the outputs"
-        )
-    return [leaf.detach() for leaf in found]
-
-
-def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
-    """The largest difference, relative to the largest value expected; infinite where shapes or NaNs differ."""
-    if len(expected) != len(found) or any(a.shape != b.shape for a, b in zip(expected, found, strict=True)):
-        raise CompactionError(
-            f"its outputs would have shapes {[tuple(t.shape) for t in found]} instead of "
-            f"{[tuple(t.shape) for t in expected]}"
-        )
-    worst = 0.0
-    for a, b in zip(expected, found, strict=True):
-        difference = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-        size = float(a.double().abs().max()) if a.numel() else 1.0
-        worst = max(worst, difference / size if size else difference)
-        if math.isnan(difference):
-            return math.inf
-    return worst
-
-
-def _in(dtype: torch.dtype, value: Any) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".")
+def _without_dead_units(model: nn.Module, groups: Groups) -> Choice:
+    """Every unit but the dead ones; a group of dead units keeps its first."""
+    kept = kept_units(groups, {name: parameter.detach() != 0 for name, parameter in model.named_parameters()})
+    for keep in kept.values():
+        keep[0] |= not bool(keep.any())
+    return Choice.of(kept)

@@ -12,11 +12,10 @@ from shaver.measure.example import Example
 from shaver.pruning.in_training import Learner, OnlineRun, check_online, online_criterion
 from shaver.pruning.online import OnlinePruner, Schedule
 from shaver.pruning.pruned import Pruned, report
-from shaver.structure.choosing import Chooser, Choosing, whole
-from shaver.structure.finding import find_groups
-from shaver.structure.groups import Groups
-from shaver.structure.masking import mask_units
+from shaver.structure.choice import ChoiceOptions, Chooser
+from shaver.structure.groups import Groups, mask_units
 from shaver.structure.scores import score_units
+from shaver.structure.search import find_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,7 @@ class Gradual:
             belongs to a unit.
         target: ``"units"``, ``"parameters"`` or ``"flops"``.
         spread: ``"uniform"`` or ``"global"``.
-        normalise: Under ``"global"``; see :class:`Choosing`, as for the next two.
+        normalise: Under ``"global"``; see :class:`ChoiceOptions`, as for the next two.
         round_to: Widths become multiples of this.
         min_units: Each group keeps at least so many.
         schedule: ``"linear"``, ``"cubic"`` or a function from [0, 1] to [0, 1].
@@ -88,8 +87,8 @@ class Gradual:
         pruner = UnitPruner(model, optimizer, groups, self._how(), self)
         return GradualRun(self, name, pruner, model, learner)
 
-    def _how(self) -> Choosing:
-        return Choosing(self.target, self.spread, self.normalise, self.round_to, self.min_units)
+    def _how(self) -> ChoiceOptions:
+        return ChoiceOptions(self.target, self.spread, self.normalise, self.round_to, self.min_units)
 
 
 class UnitPruner(OnlinePruner):
@@ -101,10 +100,10 @@ class UnitPruner(OnlinePruner):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, groups: Groups, how: Choosing, asked: Gradual
+        self, model: nn.Module, optimizer: Optimizer | None, groups: Groups, how: ChoiceOptions, asked: Gradual
     ) -> None:
         super().__init__(model, optimizer, asked.sparsity, schedule=asked.schedule, start=asked.start, end=asked.end)
-        self.groups, self.kept = groups, whole(groups)
+        self.groups, self.kept = groups, groups.whole
         self._chooser = Chooser(model, groups, how, asked.example)
 
     def update(self, scores: Mapping[str, Tensor], progress: float) -> Pruned:

@@ -1,4 +1,4 @@
-"""Units that must go together: channels, hidden units and attention heads, and every slice of a tensor they own."""
+"""Units that must be removed together: channels, hidden units, heads, and every slice that belongs to them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,8 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from shaver.naming import check_name
+from shaver.pruning.masks import Masks
+
 Role = Literal["makes", "reads"]
 Kind = Literal["channels", "hidden", "heads", "residual"]
+#: Group → one truth value per unit: whether it stays. Groups that are absent stay whole.
+Kept = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -18,11 +23,10 @@ class Slice:
     Attributes:
         tensor: Qualified name of a parameter or buffer.
         dim: The dimension along which the units lie.
-        index: ``(units, k)``: the positions along ``dim`` that belong to each unit; ``k`` is 1 for a channel, the
-            positions of a flattened feature map behind a convolution, 3 × head width for a head in a packed
-            projection.
-        role: ``"makes"``: the tensor makes the unit (rows of a layer, its bias, a norm's affine and statistics) and
-            zero there silences it. ``"reads"``: the tensor reads what the unit made (columns of the next layer).
+        index: ``(units, k)``: the positions along ``dim`` that belong to each unit. ``k`` is 1 for a channel, the
+            number of positions of a flattened feature map, or 3 × head width for a head in a packed projection.
+        role: ``"makes"``: the tensor makes the unit (rows of a layer, its bias, a norm's affine and statistics), and
+            zeros there silence it. ``"reads"``: the tensor reads what the unit made (columns of the next layer).
     """
 
     tensor: str
@@ -33,12 +37,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class Group:
-    """One family of interchangeable units, such as the output channels of a convolution.
+    """A set of interchangeable units, such as the output channels of a convolution.
 
     Attributes:
         name: The module whose width this is, such as ``conv1``, ``blocks.0.mlp.fc1`` or ``blocks.0.attention``.
         kind: ``"channels"``, ``"hidden"``, ``"heads"`` or ``"residual"``.
-        units: How many there are.
+        units: The number of units.
         slices: Everything that belongs to them.
     """
 
@@ -81,29 +85,62 @@ class Groups(Mapping[str, Group]):
             lines.append(f"{name:<{width}}  {group.kind:<8}  {group.units:>6}  {owned}")
         return "\n".join(lines)
 
+    @property
+    def whole(self) -> dict[str, Tensor]:
+        """Every unit of every group, as a ``kept``."""
+        return {name: torch.ones(group.units, dtype=torch.bool) for name, group in self.items()}
+
     def check(self, model: nn.Module) -> None:
-        """Every slice lies inside a tensor of the model, else a ``ValueError`` names it."""
-        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        """Check that every slice lies inside a tensor of the model.
+
+        Raises:
+            ValueError: The first slice that does not, by name.
+        """
+        tensors = tensors_of(model)
         for name, group in self.items():
             for piece in group.slices:
                 if piece.tensor not in tensors:
-                    raise ValueError(f"group {name!r} names {piece.tensor!r}, which {type(model).__name__} has not.")
-                size = tensors[piece.tensor].shape[piece.dim]
+                    raise ValueError(
+                        f"group {name!r} contains {piece.tensor!r}, which {type(model).__name__} does not have. "
+                        "Groups belong to the network that find_groups was given."
+                    )
+                shape = tensors[piece.tensor].shape
+                size = shape[piece.dim] if piece.dim < len(shape) else 0
                 if piece.index.shape[0] != group.units or int(piece.index.max()) >= size or int(piece.index.min()) < 0:
                     raise ValueError(
                         f"group {name!r} does not fit {piece.tensor!r}: {group.units} units at positions up to "
                         f"{int(piece.index.max())} of dimension {piece.dim}, which has {size}."
                     )
 
+    def check_kept(self, kept: Kept) -> None:
+        """Check that ``kept`` has one truth value for each unit of the groups that it names.
 
-def remaining(
-    groups: Groups, kept: Mapping[str, Tensor], sizes: Mapping[str, torch.Size]
-) -> dict[str, dict[int, Tensor]]:
-    """Tensor → dimension → the positions that stay, when only the units in ``kept`` do; tensors not touched are absent.
+        Raises:
+            ValueError: A group is unknown, or its values have another shape or type.
+        """
+        for name, keep in kept.items():
+            units = self[check_name("group", name, self)].units
+            if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != (units,):
+                given = (
+                    f"a {keep.dtype} tensor of shape {tuple(keep.shape)}" if isinstance(keep, Tensor) else repr(keep)
+                )
+                raise ValueError(f"kept[{name!r}] takes one truth value for each of its {units} units, not {given}.")
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers; tied ones appear under each of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def remaining(groups: Groups, kept: Kept, sizes: Mapping[str, torch.Size]) -> dict[str, dict[int, Tensor]]:
+    """Tensor → dimension → the positions that stay; tensors that lose nothing are absent.
 
     Args:
         groups: Of the model.
-        kept: Group → one truth value a unit; groups that are absent stay whole.
+        kept: Group → one truth value per unit; groups that are absent stay whole.
         sizes: The shapes of the model's parameters and buffers.
     """
     staying: dict[str, dict[int, Tensor]] = {}
@@ -113,3 +150,64 @@ def remaining(
             mask = dims.setdefault(piece.dim, torch.ones(sizes[piece.tensor][piece.dim], dtype=torch.bool))
             mask[piece.index[~keep.cpu()].reshape(-1)] = False
     return {tensor: {d: mask.nonzero().squeeze(1) for d, mask in dims.items()} for tensor, dims in staying.items()}
+
+
+def mask_units(model: nn.Module, groups: Groups, kept: Kept) -> Masks:
+    """Masks that zero everything that belongs to the units not kept: what makes them and what reads them.
+
+    With both sides zero, a unit adds nothing to the outputs, whatever its activation gives for zero, and receives no
+    gradient: under ``masks.hold(model, optimizer)`` it stays removed during training.
+
+    Example:
+        >>> masks = mask_units(model, groups, choice.kept)      # doctest: +SKIP
+        >>> masks.apply_(model)                                 # doctest: +SKIP
+
+    Args:
+        model: The network; not changed.
+        groups: Its groups.
+        kept: Group → one truth value per unit; groups that are absent stay whole.
+
+    Raises:
+        ValueError: A group is unknown, or has another number of units.
+    """
+    groups.check_kept(kept)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    masks: dict[str, Tensor] = {}
+    for name, keep in kept.items():
+        removed = ~keep.cpu()
+        for piece in groups[name].slices:
+            if piece.tensor in parameters:  # a norm's statistics are buffers: without scale and shift they do nothing
+                weight = parameters[piece.tensor]
+                mask = masks.setdefault(piece.tensor, torch.ones_like(weight, dtype=torch.bool))
+                mask.index_fill_(piece.dim, piece.index[removed].reshape(-1).to(mask.device), False)
+    return Masks(masks)
+
+
+def kept_units(groups: Groups, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The units that masks leave something of: the inverse of :func:`mask_units`.
+
+    Example:
+        >>> kept = kept_units(groups, history.masks)                                             # doctest: +SKIP
+        >>> alive = kept_units(groups, {name: p != 0 for name, p in model.named_parameters()})   # doctest: +SKIP
+
+    A unit counts as removed where all that makes it, or all that reads it, is masked: either way it does nothing.
+
+    Args:
+        groups: Of the model.
+        masks: Parameter → where it is kept; parameters without a mask are kept.
+    """
+    kept = {}
+    for name, group in groups.items():
+        alive = {role: torch.zeros(group.units, dtype=torch.bool) for role in ("makes", "reads")}
+        known = dict.fromkeys(alive, False)
+        for piece in group.slices:
+            if piece.tensor in masks:
+                mask = masks[piece.tensor].cpu().transpose(0, piece.dim)
+                along = mask.flatten(1).any(1) if mask.ndim > 1 else mask
+                alive[piece.role] |= along[piece.index].any(1)
+                known[piece.role] = True
+        kept[name] = torch.ones(group.units, dtype=torch.bool)
+        for role in alive:
+            if known[role]:
+                kept[name] &= alive[role]
+    return kept

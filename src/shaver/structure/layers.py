@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
-#: A dimension of a parameter or buffer: qualified name and number.
+from shaver.structure.groups import Group, Slice
+
+#: A dimension of a parameter or buffer: its qualified name and the dimension's number.
 Axis = tuple[str, int]
 
 Sort = Literal["dense", "grouped", "norm"]
@@ -16,22 +19,33 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _INSTANCE_NORMS = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}
 
 
+#: Why a layer with a parametrization is in no group.
+COMPUTED = (
+    "its weight is computed from other tensors (weight_norm, torch.nn.utils.prune, a parametrization); make it a plain "
+    "parameter first, with torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or prune.remove"
+)
+
+
+class ComputedWeight(LookupError):
+    """A layer's tensor is neither a parameter nor a buffer of the model."""
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer of a model, seen as something that turns input channels into output channels.
+    """A layer of a model as a function from input channels to output channels.
 
     Attributes:
         name: Qualified name of the module.
         module: The module.
-        sort: ``"dense"``: every output depends on every input. ``"grouped"``: a convolution with groups, depthwise
-            among them, whose channels stay within their group. ``"norm"``: a norm (or PReLU) that has
-            numbers of its own for each channel.
+        sort: ``"dense"``: every output depends on every input. ``"grouped"``: a convolution with groups (depthwise
+            included), whose channels stay within their group. ``"norm"``: a norm or PReLU with parameters or
+            statistics per channel.
         makes: Dimensions that lie along the output channels.
         reads: Dimensions that lie along the input channels (dense layers).
-        input_dim: Where the channels are in the input.
-        output_dim: Where they are in the output.
+        input_dim: The channel dimension of the input.
+        output_dim: The channel dimension of the output.
         width: Number of output channels.
-        groups: Of a grouped convolution.
+        groups: Number of groups of a grouped convolution.
         convolution: Whether the channels are those of a feature map.
     """
 
@@ -48,16 +62,19 @@ class Layer:
 
 
 def layer_of(name: str, module: nn.Module, names: dict[int, str]) -> Layer | None:
-    """The layer that a module is, or None for a container and for a type that is not known.
+    """Describe a module as a layer; None for a container or an unknown type.
 
     Args:
-        name: Of the module.
-        module: To be described.
+        name: Qualified name of the module.
+        module: The module.
         names: ``id`` of a parameter or buffer → its qualified name, so that tied tensors have one name.
+
+    Raises:
+        ComputedWeight: A tensor of the layer is computed from others, so it has no dimension that could be sliced.
     """
 
     def axes(*pairs: tuple[Tensor | None, int]) -> tuple[Axis, ...]:
-        return tuple((names[id(tensor)], dim) for tensor, dim in pairs if tensor is not None)
+        return tuple((_name_in(names, tensor), dim) for tensor, dim in pairs if tensor is not None)
 
     if isinstance(module, nn.MultiheadAttention):
         projections = (module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -98,7 +115,7 @@ def layer_of(name: str, module: nn.Module, names: dict[int, str]) -> Layer | Non
             return Layer(name, module, "norm", axes(*((tensor, 0) for tensor in tensors)), output_dim=-spatial - 1)
     if isinstance(module, nn.PReLU) and module.num_parameters > 1:
         return Layer(name, module, "norm", axes((module.weight, 0)), output_dim=1)
-    # Norms over the last dimension are not here: one over the width of a head is shared by all heads.
+    # Norms over the last dimension are left to the probes: a norm over the width of a head is shared by all heads.
     return None
 
 
@@ -110,22 +127,62 @@ def is_transposed_linear(module: nn.Module) -> bool:
     )
 
 
+def _name_in(names: dict[int, str], tensor: Tensor) -> str:
+    if id(tensor) not in names:
+        raise ComputedWeight
+    return names[id(tensor)]
+
+
 def tensor_names(model: nn.Module) -> dict[int, str]:
-    """``id`` → qualified name of every parameter and buffer; a tied tensor has the name it is met with first."""
+    """``id`` → qualified name of every parameter and buffer; a tied tensor has the first of its names."""
     names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         names.setdefault(id(tensor), name)
     return names
 
 
-def layers_of(model: nn.Module) -> list[Layer]:
-    """Every layer of a known type, once, in the order of the model's modules."""
+def layers_of(model: nn.Module) -> tuple[list[Layer], dict[str, str]]:
+    """Every layer of a known type, in the order of the model's modules, and the layers that are left out, with why."""
     names = tensor_names(model)
     inside = {id(child) for attention in model.modules() if isinstance(attention, nn.MultiheadAttention)
               for child in attention.children()}  # fmt: skip
-    layers = []
+    layers, left_out = [], {}
     for name, module in model.named_modules():
-        layer = layer_of(name, module, names) if id(module) not in inside else None
+        try:
+            layer = layer_of(name, module, names) if id(module) not in inside else None
+        except ComputedWeight:
+            left_out[name] = COMPUTED
+            continue
         if layer is not None:
             layers.append(layer)
-    return layers
+    return layers, left_out
+
+
+def packed_heads(model: nn.Module) -> dict[str, Group]:
+    """One group of heads for each ``nn.MultiheadAttention`` with several, from its own attributes.
+
+    The projections inside this module are not called as modules, so no probe can observe them.
+    """
+    names = tensor_names(model)
+    groups = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention) or module.num_heads < 2:
+            continue
+        heads, width = module.num_heads, module.num_heads * module.head_dim
+        columns = torch.arange(width).reshape(heads, -1)
+        # Queries, keys and values are stacked in one weight, unless their inputs differ in width.
+        rows = torch.cat([columns + part * width for part in range(3)], 1)
+        separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        pieces: list[tuple[Tensor | None, int, Tensor]] = [
+            (module.in_proj_weight, 0, rows),
+            *((weight, 0, columns) for weight in separate),
+        ]
+        # With add_bias_kv, each head has one more key and value.
+        pieces += [(module.in_proj_bias, 0, rows), (module.bias_k, 2, columns), (module.bias_v, 2, columns)]
+        try:
+            slices = [Slice(_name_in(names, t), dim, index, "makes") for t, dim, index in pieces if t is not None]
+            slices.append(Slice(_name_in(names, module.out_proj.weight), 1, columns, "reads"))
+        except ComputedWeight:
+            continue
+        groups[name] = Group(name, "heads", heads, tuple(slices))
+    return groups

@@ -1,4 +1,4 @@
-"""Scores of units: every criterion's scores of weights, summed over all that belongs to a unit, S(g) = Σ S(θ_p)."""
+"""Scores of units: the scores of weights, summed over everything that belongs to a unit, S(g) = Σ S(θ_p)."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -10,19 +10,18 @@ from torch import Tensor, nn
 
 from shaver.criteria import PosteriorLike, needs, prunable, score
 from shaver.pruning.ranking import Ranking
-from shaver.structure.groups import Group, Groups, Slice
-from shaver.structure.masking import mask_units
+from shaver.structure.groups import Group, Groups, Slice, mask_units
 
 #: Criteria that can score only weights that multiply an input; biases and norms then do not count.
 _WEIGHTS_ALONE = ("wanda",)
 
 
 def unit_scores(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """S(g) = Σ S(θ_p) over everything coupled to a unit, in float64: one number a unit for each group.
+    """S(g) = Σ S(θ_p) over everything coupled to a unit, in float64: one score per unit for each group.
 
-    A sum of OPD scores is again the posterior's energy that removal costs. A unit's rows, its bias, its norm's scale
+    A sum of OPD scores is again the posterior energy that the removal costs. A unit's rows, its bias, its norm's scale
     and shift, and the columns that read it all count; where a tensor both makes and reads a unit, the entry that does
-    both counts once. Parameters without scores count nothing.
+    both counts once. Parameters without scores do not count.
 
     Example:
         >>> group = Group("fc", "hidden", 2, (Slice("weight", 0, torch.tensor([[0], [1]]), "makes"),))
@@ -71,9 +70,9 @@ def score_units(
         >>> scores["conv1"].shape                                                   # doctest: +SKIP
         torch.Size([6])
 
-    All coupled parameters count, biases and norms too. Wanda, which knows the inputs of weights alone, leaves those
-    out. SynFlow is iterated over units: the lowest fall, the flow through what is left is measured again, and the
-    score is the order of falling, see :func:`synflow_units`.
+    All coupled parameters count, including biases and norms. Wanda scores only weights that multiply an input, so it
+    leaves those out. SynFlow removes units in rounds and measures the flow again after each; the score is the order of
+    removal, see :func:`synflow_units`.
 
     Args:
         model: The network; left as found.
@@ -88,7 +87,7 @@ def score_units(
         return synflow_units(model, groups, batches=batches, **options)
     owned = {piece.tensor for group in groups.values() for piece in group.slices}
     weights = set(prunable(model)) if criterion in _WEIGHTS_ALONE else owned
-    trained_alone = "posterior" in needs(criterion)  # a posterior knows nothing of frozen parameters
+    trained_alone = "posterior" in needs(criterion)  # a posterior has no entry for frozen parameters
 
     def counts(name: str, parameter: nn.Parameter) -> bool:
         return name in owned and name in weights and (parameter.requires_grad or not trained_alone)
@@ -105,21 +104,21 @@ def synflow_units(
     spread: str = "uniform",
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Structured SynFlow: units fall round by round, and the flow is measured again through those that stand.
+    """Structured SynFlow: units are removed in rounds, and the flow through the remaining ones is measured again.
 
-    After round k the share (1 − ``sparsity``)^(k / rounds) of the units stands, of each group or of all together, and
+    After round k the share (1 − ``sparsity``)^(k / rounds) of the units remains, of each group or of all together, and
     at least one of each group, so that the flow is never cut.
 
     Args:
         model: The network; copied.
         groups: Its groups.
-        rounds: How often to measure.
+        rounds: Number of measurements.
         sparsity: Where the schedule ends.
         spread: ``"uniform"`` takes the same share of each group in each round, ``"global"`` ranks all units together.
         **options: ``batches=`` or ``example=`` for the shape of an input, and ``forward=``.
 
     Returns:
-        The order of falling, from 0 for the first to nearly 1 for the last.
+        The order of removal, from 0 for the first unit to nearly 1 for the last.
     """
     if rounds < 1 or not 0 <= sparsity < 1:
         raise ValueError(f"synflow takes rounds ≥ 1 and 0 ≤ sparsity < 1, not rounds={rounds}, sparsity={sparsity}.")
@@ -127,7 +126,7 @@ def synflow_units(
     owned = {piece.tensor for group in groups.values() for piece in group.slices}
     options |= {"rule": lambda name, _: name in owned, "rounds": 1}
     total = sum(group.units for group in groups.values())
-    kept = {name: torch.ones(group.units, dtype=torch.bool) for name, group in groups.items()}
+    kept = groups.whole
     falling: list[tuple[str, int]] = []
     for k in range(1, rounds + 1):
         flow = unit_scores(groups, score(network, "synflow", **options))

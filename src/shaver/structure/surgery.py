@@ -1,4 +1,4 @@
-"""What a module's attributes must say after its tensors were sliced: widths, channel and head counts, groups.
+"""The attributes of modules after their tensors were sliced: widths, channel and head counts, groups.
 
 A rule is one function, found by the module's type. It runs after the slicing, children before their parents.
 """
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shaver.selection import Dims, Selection
+from shaver.structure import transformers_models
 from shaver.structure.attention import SlimMultiheadAttention
 
 #: ``rule(module, kept)``: ``kept`` has the module's own tensor names and those of its children, relative to it.
@@ -19,7 +20,7 @@ _RULES: dict[type[nn.Module] | str, Surgery] = {}
 
 
 def register_surgery(*kinds: type[nn.Module] | str) -> Callable[[Surgery], Surgery]:
-    """Teach compaction a module type that keeps a width in an attribute.
+    """Register how to adjust a module type that keeps a width in an attribute.
 
     Example:
         >>> class Scaled(nn.Module):
@@ -64,15 +65,12 @@ def _rule_of(kind: type) -> Surgery | None:
         if rule is not None:
             return rule
     if kind.__module__.split(".")[0] == "transformers":
-        if kind.__name__.endswith("Attention"):
-            return _transformers_attention
-        if kind.__name__.endswith("MLP"):
-            return _transformers_mlp
+        return transformers_models.rule_of(kind.__name__)
     return None
 
 
 def _blocks_left(dims: Dims, size: int, blocks: int, what: str) -> int:
-    """How many of ``blocks`` equal blocks along dimension 0 are left; those that are must stay equally wide."""
+    """The number of equal blocks left along dimension 0; those that are left must stay equally wide."""
     if blocks == 1 or 0 not in dims:
         return blocks
     counts = torch.bincount(dims[0].cpu() // (size // blocks), minlength=blocks)
@@ -139,64 +137,6 @@ def _multihead_attention(module: nn.MultiheadAttention, kept: Selection) -> None
     SlimMultiheadAttention.adopt(module)
 
 
-# The transformers library ------------------------------------------------------------------------------------------
-
-
-@register_surgery("Conv1D")
+@register_surgery("Conv1D")  # the linear layer of GPT-2
 def _conv1d(module: Any, kept: Selection) -> None:
     module.nx, module.nf = module.weight.shape
-
-
-_WIDTH = ("attention_head_size", "head_dim", "key_value_proj_dim")
-_QUERY, _KEY = ("query", "q_proj", "q_lin", "q", "q_attn"), ("key", "k_proj", "k_lin", "k")
-_PACKED = ("c_attn", "query_key_value", "qkv_proj", "qkv")
-_HEADS, _TOTAL = ("num_attention_heads", "num_heads", "n_heads", "n_head"), ("all_head_size", "inner_dim", "split_size")
-_KEY_HEADS, _GROUPS = ("num_key_value_heads", "num_kv_heads"), "num_key_value_groups"
-
-
-def heads_of(module: nn.Module) -> tuple[int, int, int] | None:
-    """Heads, heads of keys and width of a head of an attention of the transformers library; they differ in names."""
-    width = next((getattr(module, name) for name in _WIDTH if isinstance(getattr(module, name, None), int)), None)
-    query, key = _outputs(module, _QUERY), _outputs(module, _KEY)
-    if query is None:
-        packed = _outputs(module, _PACKED)
-        query = packed // 3 if packed is not None else None
-    if width is None or query is None:
-        return None
-    return query // width, (key or query) // width, width
-
-
-def _transformers_attention(module: nn.Module, kept: Selection) -> None:
-    found = heads_of(module)
-    if found is None:
-        return
-    heads, key_heads, width = found
-    for name in _HEADS:
-        _set(module, name, heads)
-    for name in _TOTAL:
-        _set(module, name, heads * width)
-    for name in _KEY_HEADS:
-        _set(module, name, key_heads)
-    _set(module, _GROUPS, heads // key_heads)
-
-
-def _transformers_mlp(module: nn.Module, kept: Selection) -> None:
-    hidden = _outputs(module, ("up_proj", "gate_proj", "fc1", "c_fc", "dense_h_to_4h"))
-    if hidden is not None:
-        _set(module, "intermediate_size", hidden)
-
-
-def _outputs(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    """Width of the first child layer that has one of these names."""
-    for name in names:
-        child = getattr(module, name, None)
-        weight = getattr(child, "weight", None)
-        if isinstance(weight, Tensor):
-            return weight.shape[1 if type(child).__name__ == "Conv1D" else 0]
-    return None
-
-
-def _set(module: nn.Module, name: str, value: int) -> None:
-    """Only where there is such an attribute, and not where it is a property that follows by itself."""
-    if name in vars(module):
-        setattr(module, name, value)

@@ -1,22 +1,18 @@
 """What a network without some units costs: its parameters, its FLOPs or its latency, as a function of the widths."""
 
 import copy
-from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shaver.measure import flops, latency
 from shaver.measure.example import Example, samples_of
 from shaver.naming import check_name
-from shaver.structure.groups import Groups, remaining
-from shaver.structure.plan import Plan, resize, tensors_of, under_all_names
+from shaver.structure.groups import Groups, Kept, remaining, tensors_of
+from shaver.structure.record import RemovalRecord, resize, under_all_names
 
 #: What a sparsity can be a share of.
 TARGETS = ("units", "parameters", "flops", "latency")
-
-#: Group → which of its units stay.
-Kept = Mapping[str, Tensor]
 
 
 class Costs:
@@ -73,12 +69,12 @@ class Costs:
 
 
 def _smaller(model: nn.Module, groups: Groups, kept: Kept) -> nn.Module:
-    """A copy at the smaller widths; its cost is that of the compact network, what it computes is of no interest."""
+    """A copy at the smaller widths: it costs what the compact network costs, but computes something else."""
     network = copy.deepcopy(model)
     tensors = tensors_of(network)
     sizes = {name: tensor.shape for name, tensor in tensors.items()}
     selection = under_all_names(tensors, remaining(groups, kept, sizes))
-    resize(network, Plan({name: sizes[name] for name in selection}, selection))
+    resize(network, RemovalRecord({name: sizes[name] for name in selection}, selection))
     return network
 
 
@@ -93,5 +89,7 @@ def parameters_left(model: nn.Module, groups: Groups, kept: Kept) -> int:
         for dim, positions in staying.get(name, {}).items():
             shape[dim] = len(positions)
         size = torch.Size(shape).numel()
-        left[id(parameter)] = min(size, left.get(id(parameter), size))  # the groups may know one name of a tied weight
+        left[id(parameter)] = min(
+            size, left.get(id(parameter), size)
+        )  # groups may contain only one name of a tied weight
     return sum(left.values())

@@ -1,7 +1,7 @@
-"""Constants that removed units leave behind, folded into the bias of the layer that reads them.
+"""The constants that removed units leave behind, folded into the bias of the layer that reads them.
 
-A unit without weights can still give a constant: its bias, a BatchNorm's shift, an activation that is not zero at
-zero. A layer with weights w for it adds w · c to its outputs, everywhere, which is what a bias does.
+A unit whose weights are zero can still give a constant c: its bias, a BatchNorm's shift, an activation that is not zero
+at zero. A layer that reads it with weights w adds w · c to its outputs everywhere, as a bias does.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.structure.groups import Groups
-from shaver.structure.plan import output_dim
+from shaver.structure.record import output_dim
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -25,13 +25,13 @@ class Reader:
     """A layer that reads removed units, and what it received from them.
 
     Attributes:
-        name: Of the layer.
-        group: Whose units it reads.
+        name: Qualified name of the layer.
+        group: The group whose units it reads.
         layer: The layer.
-        positions: Of the removed units along the weight's input dimension.
-        least: The smallest value seen at each removed input, over samples and places.
+        positions: Positions of the removed units along the weight's input dimension.
+        least: The smallest value at each removed input, over samples and positions.
         most: The largest.
-        values: How many values were seen at each.
+        values: The number of values at each.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Reader:
             self._channels = (starts + self.positions).reshape(-1)
 
     def see(self, inputs: Tensor) -> None:
-        """Take one call's inputs into the range."""
+        """Extend the range by the inputs of one call."""
         feature = 1 if isinstance(self.layer, (*_CONVOLUTIONS, *_TRANSPOSED)) else -1
         if isinstance(self.layer, (*_CONVOLUTIONS, *_TRANSPOSED)) and inputs.ndim < self.layer.weight.ndim:
             feature = 0  # one sample without a batch dimension
@@ -75,10 +75,10 @@ class Reader:
         """What the removed units add to each output, in double precision; None where that is nothing.
 
         Raises:
-            ValueError: It is not a constant, or not one that a bias can take up.
+            ValueError: It is not constant, or a bias cannot take it up.
         """
         if self.least is None or self.most is None:
-            return None  # the layer was not called as a module: whether it reads zero shows in the outputs
+            return None  # not called as a module: the comparison of outputs decides
         weights = self.weights().double()
         heard = weights.abs().amax((0, 2)) > 0
         if not bool(heard.any()):
@@ -101,7 +101,7 @@ class Reader:
     def _check_foldable(self) -> None:
         what = f"the removed units of group {self.group!r} give {self.name!r} a constant that is not zero"
         if self.values < 2:
-            raise ValueError(f"{what}, as far as one sample can tell; pass an example of two samples or more.")
+            raise ValueError(f"{what}, as far as one sample shows; pass an example with two samples or more.")
         if isinstance(self.layer, _TRANSPOSED):
             raise ValueError(
                 f"{what}, and a transposed convolution does not spread it evenly; mask=True leaves it out."
@@ -132,8 +132,8 @@ def readers_of(model: nn.Module, groups: Groups, kept: Mapping[str, Tensor]) -> 
 
 
 @contextmanager
-def watching(readers: list[Reader]) -> Iterator[None]:
-    """While this holds, the readers see what their layers are given."""
+def recording(readers: list[Reader]) -> Iterator[None]:
+    """Inside the block, the readers record what their layers receive."""
 
     def hook(reader: Reader) -> Any:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ def folded_biases(readers: list[Reader], tolerance: float) -> dict[str, Tensor]:
     """Bias name → its new values, of the layer's full width, for the readers that receive a constant.
 
     Raises:
-        ValueError: Something that is no constant, or one that a bias cannot take up.
+        ValueError: A contribution is not constant, or a bias cannot take it up.
     """
     added: dict[str, Tensor] = {}
     layers: dict[str, nn.Module] = {}

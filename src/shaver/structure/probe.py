@@ -1,12 +1,12 @@
-"""Which layers read a channel: spoil it, run the model, and see where it arrives.
+"""Which layers read a channel: change the channel, run the model, and observe which inputs differ.
 
-Every layer answers from memory with what it returned in one clean pass, so that nothing but the operations *between*
-layers is computed, and a change at one layer's output ends at the inputs of those that read it. Nothing is assumed
-about these operations: reshapes, concatenations, gates, attention and a user's own code are simply executed.
+Every layer returns from memory what it returned in one clean pass. So only the operations *between* layers are
+computed, and a change at one layer's output stops at the inputs of the layers that read it. Nothing is assumed about
+these operations: reshapes, concatenations, gates, attention and a user's own code are executed as they are.
 
-A number that is moved down arrives nowhere behind a ReLU if it was negative before, and one that is not a number does
-not get past code that selects. So a channel's numbers are spoiled in three ways, by turns, until each of them was
-spoiled in each way; one turn will do where every reader sees numbers of all three kinds, as convolutions do.
+No single change passes every operation: a value that decreases is lost behind a ReLU if it was negative, and NaN is
+lost in code that selects. So the values of a channel are changed in three ways, in turns, until each value was changed
+in each way. One turn is enough where every reader sees values of all three kinds, as convolutions do.
 """
 
 import time
@@ -19,11 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shaver.structure.groups import tensors_of
 from shaver.structure.layers import Axis, Layer, layers_of
 
 How = Literal["spoil", "prick", "sway", "zero"]
 
-#: What is added to the numbers of a channel, one after the other and again from the first.
+#: What is added to the values of a channel: the first step to the first value, and so on, cyclically.
 _STEPS = {
     "spoil": (float("nan"), 100.0, -100.0),
     "prick": (float("nan"), 0.0, 0.0),
@@ -33,14 +34,14 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to some channels of a layer's output, or to some positions of a tensor of the model.
+    """A change of some channels of a layer's output, or of some positions of a tensor of the model.
 
     Attributes:
         where: The layer, or the dimension of a parameter or buffer.
         mask: Which channels or positions.
-        how: ``"spoil"`` makes a third of the numbers NaN, which travels through all arithmetic, and moves the others
-            far up and down, which gets through where code compares and selects. ``"prick"`` leaves these others as
-            they are, ``"sway"`` only moves, ``"zero"`` silences.
+        how: ``"spoil"`` makes a third of the values NaN, which passes all arithmetic, and moves the others far up and
+            down, which passes code that compares and selects. ``"prick"`` makes the third NaN and leaves the others,
+            ``"sway"`` only moves values, ``"zero"`` sets them to zero.
     """
 
     where: Layer | Axis
@@ -53,9 +54,10 @@ class Pass:
     """What one forward pass showed.
 
     Attributes:
-        reached: For every node (position of a dimension), whether a value met there differs from the reference.
+        reached: For every node (position of a dimension), whether a value there differs from the reference.
         output: Whether the model's output differs.
-        seen: What each layer met, call by call, as a reference for another pass.
+        seen: What each layer received, per call, as a reference for another pass.
+        outputs: The model's output.
     """
 
     reached: Tensor
@@ -64,25 +66,29 @@ class Pass:
     outputs: list[Tensor] = field(default_factory=list)
 
 
-class Probing:
-    """A model whose layers answer from memory, for as long as the ``with`` block lasts.
+class Probe:
+    """A model whose layers answer from memory while the ``with`` block lasts.
 
     Args:
         model: In evaluation mode.
         forward: ``forward(batch)`` runs the model and returns its output.
-        batch: To be run.
-        seconds: A ``TimeoutError`` that names the layer ends any pass after so long.
+        batch: The inputs of the clean pass.
+        seconds: The time limit; a ``TimeoutError`` then names the layer.
+
+    Attributes:
+        order: The layers in the order in which the model calls them.
+        left_out: Layers that cannot be probed, and why.
+        tensors: Parameters and buffers by name.
+        nodes: Dimension → number of its first node, and its size.
+        size: Number of nodes.
+        clean: The clean pass.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[[Any], Tensor], batch: Any, seconds: float) -> None:
         self.model = model
-        self._known = layers_of(model)
-        #: The layers in the order in which the model calls them.
+        self._known, self.left_out = layers_of(model)
         self.order: list[Layer] = []
-        self.tensors: dict[str, Tensor] = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
+        self.tensors = tensors_of(model)
         self.nodes: dict[Axis, tuple[int, int]] = {}
         self.size = 0
         for layer in self._known:
@@ -102,7 +108,7 @@ class Probing:
         self._patched = ExitStack()
 
     def add_nodes(self, axis: Axis) -> None:
-        """Number the positions of a dimension."""
+        """Make the positions of a dimension nodes."""
         if axis not in self.nodes:
             size = self.tensors[axis[0]].shape[axis[1]]
             self.nodes[axis] = (self.size, size)
@@ -113,10 +119,10 @@ class Probing:
         start, size = self.nodes[axis]
         return slice(start, start + size)
 
-    def __enter__(self) -> "Probing":
+    def __enter__(self) -> "Probe":
         for layer in self._known:
             self._patched.enter_context(_answering(layer.module, self._wrap(layer)))
-        # The fused encoder layer of torch would go past the layers inside it.
+        # The fused encoder layer of torch does not call the layers inside it.
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         self._patched.callback(torch.backends.mha.set_fastpath_enabled, fast)
@@ -143,13 +149,12 @@ class Probing:
         """One forward pass with some changes, compared with a reference.
 
         Args:
-            changes: At most one a layer.
+            changes: At most one per layer.
             reference: The clean pass by default.
             batch: Other inputs than those of the clean pass.
-            real: Compute grouped convolutions, instead of spoiling (or pricking, where the change does) every output of
-                a group that a change reaches.
-            keep: What the layers met, so that this pass can be a reference.
-            turn: With which of its steps a change begins at the first number of a channel.
+            real: Compute grouped convolutions, instead of changing every output of a group that a change reaches.
+            keep: Keep what the layers received, so that this pass can be a reference.
+            turn: The step with which a change begins at the first value of a channel.
         """
         self._passes += 1
         self._calls.clear()
@@ -168,7 +173,7 @@ class Probing:
         return self._now
 
     def turns(self, changes: Sequence[Change], **options: Any) -> Pass:
-        """What is reached in any of the passes that together take every number of a change through all its steps."""
+        """What is reached in any of the passes that together apply every step to every value of a change."""
         count = max((len(_STEPS[change.how]) for change in changes if change.how in _STEPS), default=1)
         passes = [self.run(changes, turn=turn, **options) for turn in range(count)]
         reached = torch.stack([seen.reached for seen in passes]).any(0)
@@ -180,10 +185,10 @@ class Probing:
         return self.run(spoiled) if changes.keys() <= self._even else self.turns(spoiled)
 
     def reach(self, layer: Layer) -> Pass:
-        """Where the outputs of a layer arrive; and remember whether its readers see numbers of all kinds in one turn.
+        """Where the outputs of a layer arrive; also records whether one turn is enough for this layer.
 
-        They do if what is not a number arrives everywhere from each third of the numbers: maps that are pooled or read
-        by a convolution. They do not if a map is flattened, so that each of its numbers is read at a place of its own.
+        It is if NaN arrives everywhere from each third of the values: maps that are pooled or read by a convolution.
+        It is not if a map is flattened, so that each of its values is read at a position of its own.
         """
         seen = self.turns([Change(layer, everything(layer.width), "spoil")])
         pricks = [Change(layer, everything(layer.width), "prick")]
@@ -216,7 +221,7 @@ class Probing:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if time.monotonic() > self._deadline:
                     raise TimeoutError(
-                        f"looking for groups took longer than seconds={self._seconds:g} and stopped in layer "
+                        f"the search for groups took longer than seconds={self._seconds:g} and stopped in layer "
                         f"{layer.name!r}, forward pass {self._passes}; allow more seconds=, or pass a smaller example."
                     )
                 key = (layer.name, self._calls[layer.name])
@@ -224,8 +229,8 @@ class Probing:
                 if self._reference is None and layer not in self.order:
                     self.order.append(layer)
                 if layer.sort == "norm":
-                    return self._met(layer, key, [original(*args, **kwargs)])[0]
-                inputs = self._met(layer, key, _arrivals(layer, args, kwargs))
+                    return self._received(layer, key, [original(*args, **kwargs)])[0]
+                inputs = self._received(layer, key, _arrivals(layer, args, kwargs))
                 if key not in self._answers or (layer.sort == "grouped" and self._real):
                     answer = original(*args, **kwargs)
                     if self._reference is None:
@@ -244,8 +249,8 @@ class Probing:
 
         return wrap
 
-    def _met(self, layer: Layer, key: tuple[str, int], values: list[Tensor]) -> list[Tensor]:
-        """Keep what a layer met, and mark the nodes where it differs from the reference."""
+    def _received(self, layer: Layer, key: tuple[str, int], values: list[Tensor]) -> list[Tensor]:
+        """Keep what a layer received, and mark the nodes where it differs from the reference."""
         if self._keep:
             self._now.seen[key] = [value.detach().clone() for value in values]
         if self._reference is None or key not in self._reference.seen or layer.sort == "grouped":
@@ -254,7 +259,7 @@ class Probing:
             if layer.sort == "norm":
                 axes: Sequence[Axis] = layer.makes
             else:
-                # Queries, keys and values of an attention module go to one weight or to one each.
+                # Queries, keys and values of an attention module share one weight or have one each.
                 axes = layer.reads[at : at + 1] if len(layer.reads) > 1 else layer.reads
             if torch.equal(value, other):
                 continue
@@ -284,13 +289,13 @@ class Probing:
         count = torch.arange(others.numel(), device=tensor.device).reshape(others.shape)
         steps = torch.tensor(_STEPS[how], dtype=tensor.dtype, device=tensor.device)
         steps = steps[(count + self._turn) % len(steps)]
-        # Uneven steps, so that no mean or difference takes them away again.
+        # Uneven steps, so that no mean or difference cancels them.
         channels[mask] += steps * (1 + count.to(tensor.dtype) / others.numel())
 
 
 @contextmanager
 def _answering(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Put a function in front of a module's ``forward``, and take it away again."""
+    """Replace a module's ``forward`` inside the block."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = wrap(module.forward)
     try:
@@ -303,7 +308,7 @@ def _answering(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 def differs(value: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors differ; what is not a number in both does not."""
+    """Where two tensors differ; NaN in both counts as equal."""
     if value.shape != other.shape:
         return torch.ones_like(value, dtype=torch.bool)
     return (value != other) & ~(value.isnan() & other.isnan())

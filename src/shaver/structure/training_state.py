@@ -1,4 +1,4 @@
-"""Training goes on: the state of optimizers, of SpaM and of held masks follows a network that has become smaller."""
+"""The state of optimizers, SpaM and held masks, sliced with the network so that training can go on."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,36 +10,43 @@ from torch.optim import LBFGS, Optimizer
 from shaver.pruning.hold import Hold
 from shaver.pruning.masks import Masks
 from shaver.selection import Dims, Selection, take
-from shaver.structure.plan import Plan
+from shaver.structure.record import RemovalRecord
 
 if TYPE_CHECKING:
     from shaver.spam import SpaM
 
 
-class Followers:
-    """Everything that keeps numbers for each weight of a network, checked before and brought along afterwards.
+class TrainingState:
+    """Everything that keeps values per weight of a network: checked and sliced before, put in place after the removal.
 
     Args:
         model: The network, still whole.
-        plan: What will be removed.
+        record: What will be removed.
         optimizers: Those that train it.
         spam: Attached to it, or None.
         hold: Masks in force on it, or None.
 
     Raises:
-        ValueError: One of them belongs to another network, or has a state that cannot follow.
+        ValueError: One of them belongs to another network, or has a state that cannot be sliced.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer], spam: "SpaM | None", hold: Hold | None
+        self,
+        model: nn.Module,
+        record: RemovalRecord,
+        optimizers: Sequence[Optimizer],
+        spam: "SpaM | None",
+        hold: Hold | None,
     ) -> None:
-        self.model, self.plan, self.optimizers, self.spam, self.hold = model, plan, optimizers, spam, hold
+        self.model, self.record, self.optimizers, self.spam, self.hold = model, record, optimizers, spam, hold
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        #: Parameter → what stays of it, by every parameter that loses something.
+        #: Parameter → what stays of it, for every parameter that loses something.
         self.dims: dict[Tensor, Dims] = {
-            parameters[name]: dims for name, dims in plan.kept.items() if name in parameters
+            parameters[name]: dims for name, dims in record.kept.items() if name in parameters
         }
-        self.weights = {bias: parameters[f"{bias.rpartition('.')[0]}.weight".removeprefix(".")] for bias in plan.biases}
+        self.weights = {
+            bias: parameters[f"{bias.rpartition('.')[0]}.weight".removeprefix(".")] for bias in record.biases
+        }
         for optimizer in optimizers:
             self._check(optimizer, {id(p) for p in parameters.values()})
         if spam is not None and spam.model is not model:
@@ -61,11 +68,11 @@ class Followers:
                 if _slices(value, parameter.shape, dims) is None:
                     raise ValueError(
                         f"{kind} keeps {key!r} of shape {tuple(value.shape)} for a parameter of shape "
-                        f"{tuple(parameter.shape)}; only state shaped like its parameter can follow."
+                        f"{tuple(parameter.shape)}; only state shaped like its parameter can be sliced."
                     )
 
-    def before(self) -> None:
-        """To be called before the network is sliced: slice every state while the old shapes are known."""
+    def slice(self) -> None:
+        """Slice every state; called before the network is sliced, while the old shapes are known."""
         self._states: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
         for optimizer in self.optimizers:
             for parameter, dims in self.dims.items():
@@ -76,21 +83,21 @@ class Followers:
                     if where:
                         sliced[key] = take(value, where)
                 self._states.append((state, sliced))
-        self._masks = _sliced_masks(self.hold.masks, self.plan.kept) if self.hold is not None else None
+        self._masks = _sliced_masks(self.hold.masks, self.record.kept) if self.hold is not None else None
 
-    def after(self) -> None:
-        """To be called when the network is small: put the sliced states in place."""
+    def put(self) -> None:
+        """Put the sliced states in place; called after the network is sliced."""
         for state, sliced in self._states:
             state.update(sliced)
         for bias, weight in self.weights.items():
             self._train(self.model.get_parameter(bias), weight)
         if self.spam is not None:
-            self.spam.select(self.plan.kept)
+            self.spam.select(self.record.kept)
         if self.hold is not None and self._masks is not None:
             self.hold.update(self._masks)
 
     def _train(self, bias: nn.Parameter, weight: Tensor) -> None:
-        """A bias that was added is trained as the layer's weight is."""
+        """Train an added bias with the optimizers of the layer's weight."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if any(p is weight for p in group["params"]):
@@ -98,7 +105,7 @@ class Followers:
 
 
 def _slices(value: object, shape: torch.Size, dims: Dims) -> dict[int, Tensor] | None:
-    """How one state follows: like its parameter, also where it has 1 for a dimension that it sums up; None if not."""
+    """How a state is sliced: like its parameter, except along dimensions that it sums up; None if it cannot be."""
     if not isinstance(value, Tensor) or value.numel() <= 1:
         return {}
     if value.ndim != len(shape) or any(n not in (1, full) for n, full in zip(value.shape, shape, strict=True)):

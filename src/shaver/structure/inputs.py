@@ -1,0 +1,193 @@
+"""The inputs on which a network is probed and compared: the example, and varied inputs like it.
+
+One example can hide a dependence: with equal tokens, or a single one, attention weights do not depend on queries and
+keys. So inputs of the same kind are drawn: floating-point values within the example's range, integers within the
+embedding that reads them. Masks stay as they are. Dimensions of size 1 are lengthened where the network allows it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+
+from shaver.batches import LABELS, Forward
+from shaver.curvature.capture import undisturbed
+
+#: Samples of a drawn batch, and the length that a dimension of size 1 is given.
+_SAMPLES, _LENGTH = 2, 3
+
+
+def check_network(model: object) -> nn.Module:
+    """A network whose tensors have values.
+
+    Raises:
+        TypeError: It is not a module.
+        ValueError: It has lazy layers, or tensors on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the network must be a torch.nn.Module, not a {type(model).__name__}.")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name!r} is lazy and has no shape yet: run the network once on an input before.")
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values: load the weights first.")
+    return model
+
+
+def check_example(example: object, forward: Forward | None = None) -> Any:
+    """An example as the network is called with it; a mapping becomes a dict.
+
+    Raises:
+        TypeError: It is neither a tensor, a tuple nor a mapping, and no ``forward`` says how to use it.
+    """
+    if isinstance(example, Mapping):
+        return {key: value for key, value in example.items() if key != LABELS or forward is not None}
+    if isinstance(example, Tensor | tuple) or (forward is not None and example is not None):
+        return example
+    kind = f"{type(example).__module__}.{type(example).__name__}".removeprefix("builtins.")
+    hint = "torch.from_numpy makes a tensor of it" if kind.startswith("numpy.") else "see forward= for other batches"
+    raise TypeError(
+        f"an example is a tensor, a tuple of positional or a dict of keyword arguments, not {kind}; {hint}."
+    )
+
+
+def short(example: Any, samples: int = _SAMPLES) -> Any:
+    """The example with another number of samples, cyclically; entries of another length stay as they are."""
+    size = next((len(value) for value in _tensors(example) if value.ndim), 0)
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != size or not size:
+            return value
+        return value[torch.arange(samples, device=value.device) % size]
+
+    return tree_map(one, example)
+
+
+class VariedInputs:
+    """Draws inputs of an example's kind that the network accepts.
+
+    Args:
+        model: The network; left as it is.
+        forward: ``forward(model, batch)`` runs it.
+        example: An input that runs through it.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any], example: Any) -> None:
+        self._model, self._forward = model, forward
+        self._base = example
+        self._finite = self._accepts(example)
+        self._vocabulary = self._embeddings(example)
+        for larger in self._larger(example):
+            if self._accepts(larger) == self._finite:
+                self._base = larger
+
+    def draw(self, seed: int) -> Any | None:
+        """Another input, or None where the network refuses everything but the example itself."""
+        generator = torch.Generator().manual_seed(seed)
+        for way in (_within, _shuffled):
+            leaves, form = tree_flatten_with_path(self._base)
+            batch = tree_unflatten([self._other(path, value, way, generator) for path, value in leaves], form)
+            if self._accepts(batch) == self._finite:
+                return batch
+        return None
+
+    def draws(self, count: int) -> list[Any]:
+        """Up to ``count`` inputs."""
+        found = [self.draw(seed) for seed in range(count)]
+        return [batch for batch in found if batch is not None]
+
+    def _other(self, path: Any, value: Any, way: Callable[..., Tensor], generator: torch.Generator) -> Any:
+        name = "".join(map(str, path))
+        if not isinstance(value, Tensor) or not value.numel() or "mask" in name:
+            return value
+        if name in self._vocabulary:
+            drawn = torch.randint(self._vocabulary[name], value.shape, generator=generator)
+            return drawn.to(value.device, value.dtype)
+        if not value.is_floating_point() or _is_mask(value):
+            return value
+        return way(value, generator).to(value.device, value.dtype)
+
+    def _accepts(self, batch: Any) -> bool | None:
+        """Whether the outputs are finite; None if the network does not take the batch."""
+        try:
+            with undisturbed(self._model), torch.no_grad():
+                result = self._forward(self._model, _copied(batch))
+        except Exception:  # whatever the user's network raises
+            return None
+        return all(bool(value.isfinite().all()) for value in _tensors(result) if value.is_floating_point())
+
+    def _embeddings(self, example: Any) -> dict[str, int]:
+        """Path of an integer tensor → the number of rows of the smallest embedding that reads it."""
+        batch = _copied(example)
+        paths = {
+            value.untyped_storage().data_ptr(): "".join(map(str, path))
+            for path, value in tree_flatten_with_path(batch)[0]
+            if isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+        }
+        if not paths:
+            return {}
+        rows: dict[str, int] = {}
+
+        class Lookups(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func in (torch.nn.functional.embedding, torch.embedding, torch.nn.functional.embedding_bag):
+                    # torch.embedding takes the weight first, the functions of torch.nn.functional the indices.
+                    weight, index = sorted(args[:2], key=lambda value: not value.is_floating_point())
+                    path = paths.get(index.untyped_storage().data_ptr())
+                    if path is not None:
+                        rows[path] = min(len(weight), rows.get(path, len(weight)))
+                return func(*args, **(kwargs or {}))
+
+        try:
+            with undisturbed(self._model), torch.no_grad(), Lookups():
+                self._forward(self._model, batch)
+        except Exception:  # a network that does not run in such a mode is not varied in its integers
+            return {}
+        return rows
+
+    def _larger(self, example: Any) -> Iterator[Any]:
+        """The example with more samples, then also with each dimension of size 1 made longer."""
+        yield short(example, _SAMPLES)
+        most = max((value.ndim for value in _tensors(example)), default=0)
+        for dim in range(1, most):
+            if not any(value.ndim > dim and value.shape[dim] == 1 for value in _tensors(self._base)):
+                continue
+            yield tree_map(lambda value, dim=dim: _lengthened(value, dim), self._base)
+
+
+def _lengthened(value: Any, dim: int) -> Any:
+    if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != 1:
+        return value
+    return value.repeat_interleave(_LENGTH, dim)
+
+
+def _within(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform in the example's range; around a value that is constant."""
+    low, high = float(value.detach().min()), float(value.detach().max())
+    if low == high:
+        low, high = low - 1, high + 1
+    return low + (high - low) * torch.rand(value.shape, generator=generator, dtype=torch.float64)
+
+
+def _shuffled(value: Tensor, generator: torch.Generator) -> Tensor:
+    """The example's own values in another order."""
+    return value.detach().flatten()[torch.randperm(value.numel(), generator=generator)].reshape(value.shape)
+
+
+def _is_mask(value: Tensor) -> bool:
+    """Whether a floating-point tensor is a mask: zeros and ones, or zeros and −∞."""
+    values = set(value.detach().flatten()[:4096].unique().tolist()[:3])
+    return values == {0.0, 1.0} or bool((~value.isfinite()).any())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _copied(batch: Any) -> Any:
+    """Copies of the tensors, so that a network that works in place does not change the user's."""
+    leaves, form = tree_flatten(batch)
+    return tree_unflatten([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
