@@ -17,7 +17,7 @@ from shaver.structure import (
     removal_record,
     remove_units,
 )
-from shaver.structure.compaction import TOLERANCES
+from shaver.structure.removal import TOLERANCES
 from tests.structure.compact_cases import CASES, Encoder, case, copy_of, draw, numbers, other, outputs, shaken
 
 
@@ -219,7 +219,7 @@ def test_a_tied_weight_is_sliced_once_and_stays_tied():
     small = found.model
     assert small.a.weight is small.b.weight
     assert (small.a.in_features, small.b.in_features) == (5, 5)
-    assert set(found.plan.kept) == {"first.weight", "first.bias", "a.weight", "b.weight"}
+    assert set(found.record.kept) == {"first.weight", "first.bias", "a.weight", "b.weight"}
 
 
 def test_what_cannot_be_asked_for():
@@ -233,7 +233,7 @@ def test_what_cannot_be_asked_for():
         remove_units(model, groups, {}, example, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     same = remove_units(model, groups, {name: torch.ones(group.units, dtype=torch.bool)}, example)
     assert same.difference == 0
-    assert not same.plan.kept
+    assert not same.record.kept
 
 
 class Doubled(nn.Module):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from shaver.structure.targets import Costs
 
 import shaver
 from shaver.pruning.online import cubic
 from shaver.structure import ChoiceOptions, Gradual, choose_units, compact_with_report, find_groups, kept_units
+from shaver.structure.costs import Costs
 from shaver.structure.gradual import UnitPruner
 from tests.structure.known_groups import cnn, fcn
 

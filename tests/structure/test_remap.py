@@ -73,14 +73,14 @@ class Pair:
         done = remove_units(
             model, self.groups, self.kept, x, in_place=True, optimizer=optimizer, spam=attached, hold=hold
         )
-        self.plan = done.plan
+        self.record = done.record
 
     def go_on(self, steps):
         for model, optimizer, scheduler, attached, _ in self.sides:
             train(model, optimizer, self.data[3 : 3 + steps], attached, scheduler)
 
     def stays(self, name, tensor):
-        for dim, positions in self.plan.kept.get(name, {}).items():
+        for dim, positions in self.record.kept.get(name, {}).items():
             tensor = tensor.index_select(dim, positions)
         return tensor
 
@@ -108,10 +108,10 @@ def test_factored_state_follows_along_the_dimensions_it_has():
     train(model, optimizer, data[:2])
     groups = find_groups(model, data[0][0])
     before = {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
-    plan = remove_units(model, groups, halves(groups), data[0][0], in_place=True, optimizer=optimizer).plan
+    record = remove_units(model, groups, halves(groups), data[0][0], in_place=True, optimizer=optimizer).record
     for name, p in model.named_parameters():
         for key, value in before[name].items():
-            for dim, positions in plan.kept.get(name, {}).items():
+            for dim, positions in record.kept.get(name, {}).items():
                 if value.ndim and value.shape[dim] > 1:
                     value = value.index_select(dim, positions)
             assert torch.equal(optimizer.state[p][key], value), (name, key)
@@ -211,10 +211,10 @@ def test_gradients_and_a_loss_that_somebody_kept():
     loss = F.cross_entropy(model(x), y)  # its graph stays alive, with the old shapes
     loss.backward(retain_graph=True)
     old = {name: p.grad.clone() for name, p in model.named_parameters()}
-    plan = remove_units(model, groups, halves(groups), x, in_place=True).plan
+    record = remove_units(model, groups, halves(groups), x, in_place=True).record
     for name, p in model.named_parameters():
         expected = old[name]
-        for dim, positions in plan.kept.get(name, {}).items():
+        for dim, positions in record.kept.get(name, {}).items():
             expected = expected.index_select(dim, positions)
         assert torch.equal(p.grad, expected)
     model.zero_grad()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shaver.structure.targets import Costs, parameters_left
 from torch import nn
 
 from shaver.structure import ChoiceOptions, Group, Groups, Slice, choose_units
 from shaver.structure.choice import Chooser
+from shaver.structure.costs import Costs, parameters_left
 from tests.structure.known_groups import cnn, fcn, one_each
 
 
@@ -171,7 +171,7 @@ def test_spared_units_fall_last_and_in_their_own_order(spread):
         ({"normalise": "price"}, 'goes with target="parameters"'),
         ({"round_to": 0}, "round_to must be a whole number from 1, not 0"),
         ({"min_units": 0}, "min_units must be a whole number from 1"),
-        ({"scores": {"0": torch.ones(8)}}, r"group '2' takes 12 scores, one a unit; given: none"),
+        ({"scores": {"0": torch.ones(8)}}, r"group '2' takes 12 scores, one per unit; given: none"),
         ({"scores": {"0": torch.ones(8), "2": torch.ones(11)}}, r"given: \(11,\)"),
         ({"scores": {"0": torch.ones(8), "2": torch.full((12,), math.nan)}}, "12 scores of '2' are NaN"),
     ],

@@ -27,7 +27,7 @@ from shaver.lab.report.comparison import before_and_after
 from shaver.lab.run.sweep import Row
 from shaver.measure.example import resize
 from shaver.pruning.ranking import check_sparsity
-from shaver.structure import Choosing, CompactReport, compact_with_report, find_groups
+from shaver.structure import ChoiceOptions, CompactReport, compact_with_report, find_groups
 from shaver.structure.export import export_onnx
 from shaver.training import fit
 
@@ -107,7 +107,9 @@ def _prepare(options: CompactOptions) -> Setting:
     criterion = criteria.get(options.criterion or "opd").name
     if options.sparsity is not None:
         check_sparsity(options.sparsity)
-    Choosing(options.target, options.spread, "mean", options.round_to, options.min_units)  # its checks, before any work
+    ChoiceOptions(
+        options.target, options.spread, "mean", options.round_to, options.min_units
+    )  # its checks, before any work
     if options.data is None and not options.input_shape:
         raise ValueError(
             "compact looks at how an input goes through the network: give --input-shape, such as 1 28 28, "
@@ -125,7 +127,7 @@ def _prepare(options: CompactOptions) -> Setting:
 def _choice(options: CompactOptions, setting: Setting) -> dict[str, Any]:
     """How units are chosen; without a sparsity, those that do nothing go."""
     if options.sparsity is None:
-        return {"masks": {name: parameter.detach() != 0 for name, parameter in setting.model.named_parameters()}}
+        return {}
     return {
         "criterion": setting.criterion,
         "sparsity": options.sparsity,
@@ -155,7 +157,7 @@ def _write(options: CompactOptions, setting: Setting, report: CompactReport, row
     """Write network and report, and return the network's bytes; a new folder appears complete or not at all."""
     assert options.out is not None
     assert setting.example is not None
-    chosen = report.chosen
+    chosen = report.choice
     content = {
         "checkpoint": str(options.checkpoint),
         "criterion": None if options.sparsity is None else setting.criterion,

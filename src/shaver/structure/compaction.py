@@ -46,9 +46,9 @@ class CompactReport:
 
     def __str__(self) -> str:
         lines = [str(self.choice)]
-        for title, key in (("parameters", "parameters"), ("bytes", "bytes_dense"), ("FLOPs/sample", "flops")):
+        for title, key in (("parameters", "parameters"), ("bytes", "bytes_dense"), ("FLOPs per sample", "flops")):
             before, after = getattr(self.before, key), getattr(self.after, key)
-            lines.append(f"{title:<14}  {before:>14,} → {after:>14,}  ÷ {before / max(after, 1):.2f}")
+            lines.append(f"{title:<16}{before:>14,} → {after:>14,}  ÷ {before / max(after, 1):.2f}")
         return "\n".join(lines)
 
 

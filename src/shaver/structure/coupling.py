@@ -102,7 +102,7 @@ class Coupling:
         return torch.stack([channel + self.probe.nodes[layer.makes[0]][0], node])
 
     def _forbid(self, labels: Tensor, reason: str) -> None:
-        """Take units out, with all other units of their layers: either all channels of a layer are in groups, or none."""
+        """Take units out, with all other units of their layers: all channels of a layer are in groups, or none."""
         labels = labels[labels >= 0]
         while len(labels):
             bad = torch.isin(self.labels, labels)

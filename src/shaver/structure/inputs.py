@@ -179,8 +179,8 @@ def _shuffled(value: Tensor, generator: torch.Generator) -> Tensor:
 
 def _is_mask(value: Tensor) -> bool:
     """Whether a floating-point tensor is a mask: zeros and ones, or zeros and −∞."""
-    values = set(value.detach().flatten()[:4096].unique().tolist()[:3])
-    return values == {0.0, 1.0} or bool((~value.isfinite()).any())
+    zero, one = value == 0, value == 1
+    return bool(((zero | one).all() and zero.any() and one.any()) or not value.isfinite().all())
 
 
 def _tensors(value: Any) -> list[Tensor]:

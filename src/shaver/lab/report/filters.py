@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shaver.criteria import prunable
 from shaver.lab.report.figures import CYCLE, drawing, save_figure
-from shaver.structure.plan import plan_of
+from shaver.structure import removal_record
 
 _NEGATIVE, _ZERO, _POSITIVE = "#1f5fa8", "#ebebeb", "#c8381e"
 #: Pixels on a side beyond which the gaps between kernels would be most of what is seen, and those beyond which kernels
@@ -174,7 +174,7 @@ def precision_histograms(
 
 def weights_of(network: nn.Module) -> dict[str, Tensor]:
     """Matrices and kernels by name, at the size that the network was built with: zero where units were removed."""
-    plan = plan_of(network)
+    plan = removal_record(network)
     found = {}
     for name, weight in prunable(network).items():
         values = weight.detach().cpu().float()

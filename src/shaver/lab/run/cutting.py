@@ -11,9 +11,7 @@ from shaver.criteria import score
 from shaver.data import Splits
 from shaver.lab.run.store import Trained
 from shaver.pruning import Masks, prune
-from shaver.structure import find_groups, score_units
-from shaver.structure.choosing import Chooser, Choosing
-from shaver.structure.compaction import remove_units
+from shaver.structure import ChoiceOptions, Chooser, find_groups, remove_units, score_units
 
 Scores = Mapping[str, Tensor]
 
@@ -62,7 +60,7 @@ class Units:
     def __init__(self, trained: Trained, data: Splits) -> None:
         self.trained, self.example = trained, data.test[:2][0]
         self.groups = find_groups(trained.model, self.example)
-        self.chooser = Chooser(trained.model, self.groups, Choosing(), self.example)
+        self.chooser = Chooser(trained.model, self.groups, ChoiceOptions(), self.example)
 
     def score(self, criterion: str, **given: Any) -> Scores:
         """A score for each unit."""

@@ -57,6 +57,6 @@ def show_compact(out: Path, *, seed: int, epochs: int | None, console: Console) 
     console.print(
         "\nDigits, small CNN with the unit prior, and without most of its units, not fine-tuned", style="bold"
     )
-    console.print(str(report.chosen), highlight=False, markup=False)
+    console.print(str(report.choice), highlight=False, markup=False)
     console.print(before_and_after(before, after, "digits, test split", smaller=True))
     console.print(f"The small network is in [bold]{out / 'compact'}[/], its filters in {pictures / 'filters.svg'}.")
