@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shaver import zoo
-from shaver.structure.plan import Plan, plan_of, resize, shapes_after, tensors_of
+from shaver.structure.groups import tensors_of
+from shaver.structure.record import RemovalRecord, removal_record, resize, shapes_after
 from shaver.zoo.network import Network
 
 #: How a caller says what network to build: a function such as the class itself, or a network to load into.
@@ -36,7 +37,7 @@ class StoredNetwork:
     source: Path
     weights: Mapping[str, Tensor]
     network: Mapping[str, Any] | None = None
-    removed: Plan | None = None
+    removed: RemovalRecord | None = None
     posterior: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     likelihood: Mapping[str, Any] | None = None
@@ -110,7 +111,7 @@ class StoredNetwork:
 
 def construction(model: nn.Module) -> dict[str, Any]:
     """What a file says about building a network: its class, its arguments, and what was removed from it."""
-    removed = plan_of(model)
+    removed = removal_record(model)
     found: dict[str, Any] = {"class": type(model).__name__}
     if isinstance(model, Network):
         found["network"] = model.arguments
@@ -119,7 +120,7 @@ def construction(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def removed_from(plan: Mapping[str, Any], source: object) -> Plan | None:
+def removed_from(plan: Mapping[str, Any], source: object) -> RemovalRecord | None:
     """What :func:`construction` says was removed.
 
     Raises:
@@ -128,7 +129,7 @@ def removed_from(plan: Mapping[str, Any], source: object) -> Plan | None:
     if "removed" not in plan:
         return None
     try:
-        return Plan.from_json(plan["removed"])
+        return RemovalRecord.from_json(plan["removed"])
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 
