@@ -18,13 +18,15 @@ _NAMES = {
     "load": "shaver.files",
     "log_evidence": "shaver.evidence",
     "prune": "shaver.pruning",
+    "recalibrate": "shaver.repairing",
+    "repair": "shaver.repairing",
     "save": "shaver.files",
     "score": "shaver.criteria",
     "sparse_inference": "shaver.pruning",
 }
 _ROOMS = (
     *("criteria", "curvature", "data", "evidence", "files", "io", "likelihoods", "measure"),
-    *("priors", "pruning", "structure", "training", "zoo"),
+    *("priors", "pruning", "repairing", "structure", "training", "zoo"),
 )
 
 __all__ = [
@@ -48,6 +50,9 @@ __all__ = [
     "priors",
     "prune",
     "pruning",
+    "recalibrate",
+    "repair",
+    "repairing",
     "save",
     "score",
     "sparse_inference",
@@ -68,6 +73,7 @@ if TYPE_CHECKING:
         measure,
         priors,
         pruning,
+        repairing,
         structure,
         training,
         zoo,
@@ -76,6 +82,7 @@ if TYPE_CHECKING:
     from shaver.evidence import Posterior, log_evidence
     from shaver.files import load, save
     from shaver.pruning import prune, sparse_inference
+    from shaver.repairing import recalibrate, repair
     from shaver.spam import SpaM
     from shaver.structure import compact
     from shaver.training import Diverged, History, fit

@@ -77,6 +77,12 @@ def test_prune_a_trained_model(names):
     assert all(torch.equal(a, b) for a, b in zip(names["same"].parameters(), names["model"].parameters(), strict=True))
 
 
+def test_prune_without_training_again(names):
+    run("guides/repair.md", names)
+    kept = names["pruned"].masks
+    assert all((p[~kept[name]] == 0).all() for name, p in kept.parameters(names["model"]).items())
+
+
 def test_the_table_of_criteria_is_whole():
     page = (DOCS / "guides" / "pruning.md").read_text(encoding="utf-8")
     listed = re.findall(r'^\| `"(\w+)"` \|', page, re.MULTILINE)

@@ -1,0 +1,6 @@
+"""Repair: what is left of a pruned network makes up for what was removed, without labels or training."""
+
+from shaver.repairing.norms import recalibrate
+from shaver.repairing.repaired import Repaired, RepairedLayer, repair
+
+__all__ = ["Repaired", "RepairedLayer", "recalibrate", "repair"]

@@ -1,0 +1,112 @@
+"""The conditional mean of a Gaussian posterior: where the weights that are left go when others are removed.
+
+For one output row with precision P = A + Λ around its mean, and a removed set R beside the kept set K,
+
+    θ_K ← θ_K + P_KK⁻¹ P_KR θ_R,     that is     P_KK θ_K = (A θ*)_K + Λ_K θ*_K .
+
+A is the second moment of the layer's inputs and Λ = δ/G the prior precision in its units. The right-hand side may be
+measured on other inputs than A: then it is the least-squares fit to the dense network's outputs, drawn towards θ*.
+"""
+
+import torch
+from torch import Tensor
+
+#: Float64 entries of the systems that are solved at once: 256 MB.
+ENTRIES = 2**25
+
+
+def conditional_mean(moment: Tensor, right: Tensor, kept: Tensor, mean: Tensor, damping: Tensor) -> Tensor:
+    """Solve (A_KK + Λ_K) θ_K = r_K + Λ_K θ*_K for every row; removed weights are zero.
+
+    Rows with the same kept set and damping share one factorisation.
+
+    Args:
+        moment: A, ``(inputs, inputs)``, positive semidefinite.
+        right: r for each row, ``(rows, inputs)``; A θ* gives the conditional mean.
+        kept: K for each row, boolean.
+        mean: θ* for each row.
+        damping: Λ, positive, broadcastable to ``(rows, inputs)``.
+
+    Returns:
+        The weights ``(rows, inputs)`` in float64.
+    """
+    moment, right, mean = moment.double(), right.double(), mean.double()
+    damping = damping.double()
+    target = right + damping * mean
+    result = torch.zeros_like(target)
+    if damping.ndim < 2 or damping.shape[0] == 1:
+        masks, which = torch.unique(kept, dim=0, return_inverse=True)
+        shared = damping.expand(1, kept.shape[1])[0]
+        if 2 * len(masks) <= len(kept):
+            for number, mask in enumerate(masks):
+                rows, index = (which == number).nonzero()[:, 0], mask.nonzero()[:, 0]
+                system = moment[index][:, index] + shared[index].diag()
+                solved = _solve(system, target[rows][:, index].t())
+                result[rows.unsqueeze(1), index] = solved.t()
+            return result
+    each = damping.expand_as(target)
+    counts = kept.sum(1)
+    order = counts.argsort()
+    for rows in _chunks(order, counts):
+        width = int(counts[rows].max())
+        if not width:
+            continue
+        # The kept positions first; a padded place gets the equation x = 0.
+        index = (~kept[rows]).to(torch.uint8).sort(dim=1, stable=True).indices[:, :width]
+        real = kept[rows].gather(1, index)
+        system = moment[index.unsqueeze(2), index.unsqueeze(1)]
+        system *= real.unsqueeze(2) & real.unsqueeze(1)
+        diagonal = torch.where(real, each[rows].gather(1, index), 1.0)
+        system.diagonal(dim1=1, dim2=2).add_(diagonal)
+        side = target[rows].gather(1, index) * real
+        result[rows.unsqueeze(1), index] = _solve(system, side.unsqueeze(2))[..., 0] * real
+    return result
+
+
+def removal_damage(moment: Tensor, damping: Tensor) -> Tensor:
+    """½ / (P⁻¹)_ii for each input: θ_i² times this is the loss of removing weight i alone and repairing the others.
+
+    Args:
+        moment: A, ``(inputs, inputs)``.
+        damping: Λ of each input.
+    """
+    system = moment.double() + damping.double().expand(len(moment)).diag()
+    return 0.5 / _inverse(system).diagonal()
+
+
+def _solve(system: Tensor, side: Tensor) -> Tensor:
+    solved: Tensor = torch.cholesky_solve(side, _factor(system))
+    return solved
+
+
+def _inverse(system: Tensor) -> Tensor:
+    inverse: Tensor = torch.cholesky_inverse(_factor(system))
+    return inverse
+
+
+def _factor(system: Tensor) -> Tensor:
+    """The Cholesky factor; with ever more on the diagonal where rounding has made the moments indefinite."""
+    scale = system.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    extra = 1e-12
+    while True:
+        factor, info = torch.linalg.cholesky_ex(system)
+        if not bool(info.any()):
+            return torch.as_tensor(factor)
+        if extra > 1:
+            raise ValueError("the second moments of a layer's inputs are not positive semidefinite.")
+        system = system.clone()
+        system.diagonal(dim1=-2, dim2=-1).add_(extra * scale)
+        extra *= 100
+
+
+def _chunks(order: Tensor, counts: Tensor) -> list[Tensor]:
+    """Rows of similar width together, so many that their systems fit into :data:`ENTRIES`."""
+    chunks, first = [], 0
+    widths = counts[order].tolist()
+    while first < len(widths):
+        last = first + 1
+        while last < len(widths) and (last + 1 - first) * widths[last] ** 2 <= ENTRIES:
+            last += 1
+        chunks.append(order[first:last])
+        first = last
+    return chunks

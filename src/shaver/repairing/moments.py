@@ -1,0 +1,183 @@
+"""Second moments of layer inputs, and their products with the dense network's outputs, summed over batches."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shaver.repairing.lockstep import Lane, lanes, visiting
+from shaver.repairing.sites import Plan, Site, bias_of, parts_of, site_input, site_output
+from shaver.repairing.views import input_rows, output_rows
+
+#: Rows of inputs per layer beyond which a convolution's positions are thinned out.
+ROWS = 100_000
+
+
+@dataclass
+class Moments:
+    """What the least-squares fit of one site needs, in float64, each with a leading dimension of groups.
+
+    Attributes:
+        second: Σ x xᵀ of the present network's inputs, the last entry of x being the constant 1.
+        cross: Σ y xᵀ with the dense network's outputs y, ``(groups, outputs, inputs + 1)``.
+        energy: Σ y² of each output.
+        rows: How many rows were summed.
+    """
+
+    second: Tensor
+    cross: Tensor
+    energy: Tensor
+    rows: int
+
+    def error(self, weight: Tensor) -> Tensor:
+        """Σ (y − W x)² of each output, ``(groups, outputs)``, for weights with the bias as their last column."""
+        fitted = (weight @ self.second * weight).sum(-1)
+        return (self.energy - 2 * (self.cross * weight).sum(-1) + fitted).clamp_min(0)
+
+    @property
+    def variance(self) -> Tensor:
+        """Σ (y − mean)² of each output."""
+        return (self.energy - self.cross[..., -1].square() / self.rows).clamp_min(0)
+
+
+@dataclass
+class Statistics:
+    """Mean and variance of each channel at the input of a norm."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass
+class _Sums:
+    """Sums of one stop over batches and calls."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    rows: int = 0
+
+    def add(self, tensors: Sequence[Tensor], rows: int) -> None:
+        self.tensors = [a + b for a, b in zip(self.tensors, tensors, strict=True)] if self.tensors else list(tensors)
+        self.rows += rows
+
+
+def sequential_moments(
+    plan: Plan, model: nn.Module, reference: nn.Module, batches: Sequence[Any], call: Callable[[nn.Module, Any], object]
+) -> Generator[tuple[Site | str, Moments | Statistics]]:
+    """The moments of one stop after the other, in the order of the forward pass.
+
+    Whatever the caller changes in the model between two stops is in force for the stops after it: each site comes
+    before its last use, each norm before its own.
+
+    Raises:
+        ValueError: The batches hold NaN, or the forward passes of batches or networks take different ways.
+    """
+    thin = {stop: _thinning(stop, len(batches)) for stop in plan.stops if isinstance(stop, Site)}
+    number: dict[Lane, int] = {}  # which batch a lane is
+
+    def place(lane: Lane, site: Site) -> tuple[int, int]:
+        """Every how many-th position, and a first one that changes with the batch."""
+        step = thin.get(site, 1)
+        return step, (number[lane] * 7919) % step
+
+    def inputs(lane: Lane, path: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
+        if isinstance(module, _BatchNorm):
+            lane.stop(path, args[0])
+            return
+        for part in parts_of(module):
+            site = plan.by_user.get((path, part))
+            if site is not None:
+                x = site_input(module, part, args, kwargs)
+                lane.stop(site, input_rows(module, x, *place(lane, site)))
+
+    def outputs(lane: Lane, path: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
+        for part in parts_of(module):
+            site = plan.by_user.get((path, part))
+            if site is not None:
+                y = output_rows(module, site_output(module, part, args, kwargs, out), *place(lane, site))
+                bias = bias_of(module, part)
+                if bias is not None and site.bias(reference) is None:  # each user has its own, which stays
+                    y = y - bias.reshape(len(y), 1, -1)
+                lane.stop(site, y)
+
+    paths = [path for path in plan.paths if path not in plan.norms]
+    own = [lambda batch=batch: call(model, batch) for batch in batches]
+    dense = [lambda batch=batch: call(reference, batch) for batch in batches]
+    sums: dict[Site | str, _Sums] = {}
+    with (
+        visiting(model, plan.paths, inputs, before=True),
+        visiting(reference, paths, outputs, before=False),
+        lanes(own) as present,
+        lanes(dense) as twins,
+    ):
+        number |= {lane: n for group in (present, twins) for n, lane in enumerate(group)}
+        for position, stop in enumerate(plan.stops):
+            total = sums.setdefault(stop, _Sums())
+            for n, (lane, twin) in enumerate(zip(present, twins, strict=True)):
+                if isinstance(stop, str):
+                    total.add(*_norm_sums(_at(stop, lane)))
+                else:
+                    y = _at(stop, twin)
+                    total.add(*_site_sums(stop, n, _at(stop, lane), y))
+            if stop in plan.stops[position + 1 :]:
+                continue
+            if isinstance(stop, str):
+                yield stop, _statistics(sums.pop(stop))
+            else:
+                done = sums.pop(stop)
+                second, cross, energy = done.tensors
+                yield stop, Moments(second, cross, energy, done.rows)
+
+
+def _at(stop: Site | str, lane: Lane) -> Tensor:
+    found = lane.advance()
+    name = stop if isinstance(stop, str) else stop.name
+    if found is None or found[0] != stop:
+        raise ValueError(
+            f"the forward pass did not come to {name!r} when the first batch did: its way through the network must be "
+            "the same for every batch, and in the reference."
+        )
+    value: Tensor = found[1]
+    return value
+
+
+def _site_sums(site: Site, batch: int, x: Tensor, y: Tensor) -> tuple[list[Tensor], int]:
+    if y.shape[:2] != x.shape[:2]:
+        raise ValueError(
+            f"{site.name!r} has {x.shape[1]} rows of inputs, and {y.shape[1]} rows of outputs in the reference: "
+            "they are different networks."
+        )
+    x, y = _wide(x), _wide(y)
+    x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], -1)
+    second, cross = (x.mT @ x).double(), (y.mT @ x).double()
+    if not bool(second.isfinite().all() & cross.isfinite().all()):
+        raise ValueError(
+            f"the inputs or outputs of {site.name!r} hold NaN or infinity in calibration batch {batch}: "
+            "the data or the network are broken."
+        )
+    return [second, cross, y.double().square().sum(1)], x.shape[1]
+
+
+def _norm_sums(x: Tensor) -> tuple[list[Tensor], int]:
+    flat = x.transpose(0, 1).flatten(1).double()
+    return [flat.sum(1), flat.square().sum(1)], flat.shape[1]
+
+
+def _statistics(sums: _Sums) -> Statistics:
+    mean = sums.tensors[0] / sums.rows
+    variance = (sums.tensors[1] / sums.rows - mean.square()).clamp_min(0)
+    return Statistics(mean, variance * sums.rows / max(sums.rows - 1, 1))
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """At least float32: sums of half-precision products lose too much."""
+    return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+
+
+def _thinning(site: Site, batches: int) -> int:
+    if not site.spans or site.size * batches <= ROWS:
+        return 1
+    thin = int((site.size * batches / ROWS) ** (1 / len(site.spans)))
+    return max(1, min(thin, *site.spans))

@@ -1,0 +1,242 @@
+"""``repair``: give what is left of a pruned network the weights that match the dense network's outputs best."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaver.batches import Forward
+from shaver.criteria import PosteriorLike, prunable
+from shaver.measure.evaluating import evaluating
+from shaver.repairing.calibration import calibration_list, call
+from shaver.repairing.conditional import conditional_mean
+from shaver.repairing.moments import Moments, Statistics, sequential_moments
+from shaver.repairing.norms import restored, set_statistics
+from shaver.repairing.sites import Site, find_sites, make_plan, norms_of, parameters_of
+
+#: Damping as a share of the mean squared input, where no posterior gives δ.
+DAMPING = 0.01
+
+
+@dataclass(frozen=True)
+class RepairedLayer:
+    """One weight's row in the report.
+
+    Attributes:
+        name: The parameter's name.
+        kept: The share of weights that is kept.
+        before: Squared error of the layer's outputs against the dense network's before the repair, as a share of their
+            variance. The layers before it are repaired already.
+        after: The same after it.
+    """
+
+    name: str
+    kept: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repair did. ``print(repaired)`` shows a table.
+
+    Attributes:
+        layers: The weights that were fitted, in the order of the forward pass.
+        norms: BatchNorm layers whose statistics were measured again.
+        unrepaired: Why a pruned weight could not be repaired, by parameter name.
+    """
+
+    layers: tuple[RepairedLayer, ...] = ()
+    norms: tuple[str, ...] = ()
+    unrepaired: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        width = max([9, *(len(layer.name) for layer in self.layers)])
+        lines = [f"{'parameter':<{width}}  {'kept':>7}  {'error before':>12}  {'after':>7}"]
+        for layer in self.layers:
+            lines.append(f"{layer.name:<{width}}  {layer.kept:7.4f}  {layer.before:12.4f}  {layer.after:7.4f}")
+        if self.norms:
+            lines.append(f"{len(self.norms)} BatchNorm layers measured again")
+        lines += [f"not repaired: {name} ({reason})" for name, reason in (self.unrepaired or {}).items()]
+        return "\n".join(lines)
+
+
+def repair(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    reference: nn.Module,
+    masks: Mapping[str, Tensor] | None = None,
+    posterior: PosteriorLike | None = None,
+    damping: float | None = None,
+    forward: Forward | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Repaired:
+    """Give the weights that are left of a pruned network the values that make up for the removed ones.
+
+    Each layer, in the order of the forward pass, gets the conditional mean of its posterior: the weights whose outputs,
+    on the inputs that the repaired layers before it give, are nearest to the dense network's. Removed weights stay
+    zero. Biases take part, and BatchNorm statistics are measured again. No labels and no gradients are needed.
+
+    Example:
+        >>> dense = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> pruned = copy.deepcopy(dense)
+        >>> nn.utils.prune.l1_unstructured(pruned[0], "weight", 0.5)           # or zeros from anywhere
+        >>> print(repair(pruned, [torch.randn(256, 8)], reference=dense))
+
+    Args:
+        model: The pruned network; its weights are changed in place. After an error or an interruption it is as it was.
+        batches: Calibration data: tensors, tuples ``(inputs, …)`` or dicts. 256 images are useful, 1,000 to 4,000
+            better; they are kept in memory and read once per pass.
+        reference: The network before pruning, with the same layers. It is not changed.
+        masks: Which weights are kept, by parameter name; ``None`` takes what is not zero.
+        posterior: Its δ is the damping. Without it, ``damping`` is.
+        damping: How strongly weights are held near the dense ones, as a share of the mean squared input. ``None`` is
+            0.01.
+        forward: ``forward(model, batch)`` for batches of another layout.
+        progress: ``progress(done, total)`` is called after each layer.
+
+    Returns:
+        The error of each layer before and after, and the names of what could not be repaired.
+
+    Raises:
+        ValueError: There are no batches, they hold NaN, or model and reference do not fit together.
+    """
+    if damping is not None and not damping > 0:
+        raise ValueError(f"damping is a share of the mean squared input, above 0, not {damping!r}.")
+    data = calibration_list(batches)
+    kept = _kept(model, reference, masks)
+    removed = [name for name, mask in kept.items() if not bool(mask.all())]
+    if not removed:
+        return Repaired()
+    with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]), _atomic(model):
+        plan = make_plan(reference, lambda: call(reference, data[0], forward), removed)
+        fitting = _Fitting(model, reference, kept, posterior, DAMPING if damping is None else damping)
+        total = len(set(plan.stops))
+        stops = sequential_moments(plan, model, reference, data, lambda network, batch: call(network, batch, forward))
+        with closing(stops):
+            for done, (stop, measured) in enumerate(stops, 1):
+                if isinstance(stop, Site) and isinstance(measured, Moments):
+                    fitting.fit(stop, measured)
+                elif isinstance(stop, str) and isinstance(measured, Statistics) and fitting.is_changed:
+                    fitting.renormalise(stop, measured)
+                if progress is not None:
+                    progress(done, total)
+    return Repaired(tuple(fitting.layers), tuple(fitting.norms), plan.unrepaired)
+
+
+class _Fitting:
+    """Solves one site after the other and writes the result into the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        kept: Mapping[str, Tensor],
+        posterior: PosteriorLike | None,
+        damping: float,
+    ) -> None:
+        self.model, self.reference, self.kept = model, reference, kept
+        self.damping = damping
+        self.layers: list[RepairedLayer] = []
+        self.norms: list[str] = []
+        self.is_changed = False
+        self._delta = dict(posterior.delta()) if posterior is not None else {}
+        self._curvature = posterior.curvature.diagonal() if posterior is not None else {}
+
+    def fit(self, site: Site, moments: Moments) -> None:
+        """Give one site's weights their conditional mean; nothing is changed before the first removed weight."""
+        weight, dense = site.weight(self.model).double(), site.weight(self.reference).double()
+        kept = site.matrix(self.model, self.kept[site.parameter]) if site.parameter in self.kept else None
+        if kept is None:
+            kept = torch.ones_like(weight, dtype=torch.bool)
+        if not self.is_changed and bool(kept.all()):
+            return
+        self.is_changed = True
+        bias, dense_bias = site.bias(self.model), site.bias(self.reference)
+        has_constant = bias is not None or site.norm is not None
+        groups, outputs, _ = weight.shape
+        constant = weight.new_full((groups, outputs, 1), float(has_constant)).bool()
+        zeros = weight.new_zeros(groups, outputs, 1)
+        mean = torch.cat([dense, zeros if dense_bias is None else dense_bias.double().reshape_as(zeros)], -1)
+        before = torch.cat([weight * kept, zeros if bias is None else bias.double().reshape_as(zeros)], -1)
+        solved = torch.empty_like(before)
+        for group in range(groups):
+            scale = moments.second[group].diagonal()[:-1].mean()
+            ridge = self._ridge(site, group, moments.second[group]) + 1e-12 * scale + 1e-30
+            solved[group] = conditional_mean(
+                moments.second[group],
+                moments.cross[group],
+                torch.cat([kept[group], constant[group]], -1),
+                mean[group],
+                torch.cat([ridge, ridge.new_full((*ridge.shape[:-1], 1), float(scale * 1e-9 + 1e-30))], -1),
+            )
+        site.write(self.model, solved[..., :-1], solved[..., -1] if bias is not None else None)
+        variance = float(moments.variance.sum()) or 1.0
+        share = float(kept.double().mean())
+        errors = (float(moments.error(w).sum()) / variance for w in (before, solved))
+        self.layers.append(RepairedLayer(site.name, share, *errors))
+
+    def _ridge(self, site: Site, group: int, second: Tensor) -> Tensor:
+        """Λ in the units of the moments: a share of their mean, or δ/G with the posterior's δ and curvature."""
+        squares = second.diagonal()[:-1]
+        name = site.parameter
+        if name not in self._delta:
+            return (self.damping * squares.mean()).expand(1, len(squares))
+        curvature = self._curvature[name]
+        delta = site.matrix(self.model, self._delta[name].expand_as(curvature))[group].double()
+        h = site.matrix(self.model, curvature)[group].double()
+        # H_ji = G_j A_ii, so that G_j is the ratio of the two sums over i.
+        gain = h.sum(-1, keepdim=True) / squares.sum().clamp_min(1e-30)
+        # A row whose curvature vanishes is not held at all by the data; the damping's own limit holds it.
+        limit = 100 * squares.mean()
+        return torch.where(gain > 0, delta / gain.clamp_min(1e-300), limit).clamp(max=limit)
+
+    def renormalise(self, path: str, statistics: Statistics) -> None:
+        """Give a BatchNorm the statistics of its present inputs."""
+        set_statistics(path, norms_of(self.model)[path], statistics.mean, statistics.variance)
+        self.norms.append(path)
+
+
+def _kept(model: nn.Module, reference: nn.Module, masks: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Masks by parameter name, checked against both networks."""
+    own, dense = parameters_of(model), parameters_of(reference)
+    for name, parameter in own.items():
+        twin = dense.get(name)
+        if twin is None or twin.shape != parameter.shape:
+            shape = "no such parameter" if twin is None else f"shape {tuple(twin.shape)}"
+            raise ValueError(
+                f"the reference is another network: {name!r} has shape {tuple(parameter.shape)} in the model and "
+                f"{shape} in the reference. Pass the network as it was before pruning."
+            )
+    if masks is not None:
+        for name, mask in masks.items():
+            if name not in own or own[name].shape != mask.shape:
+                raise ValueError(
+                    f"the masks name {name!r} of shape {tuple(mask.shape)}, which the model does not have."
+                )
+        return dict(masks)
+    buffers = dict(model.named_buffers())
+    kept = {}
+    others = [name.removesuffix("_orig") for name in prunable(model)]
+    for name in dict.fromkeys([*(site.parameter for site in find_sites(model)), *others]):
+        values, held = own[name].detach(), buffers.get(f"{name}_mask")
+        kept[name] = values != 0 if held is None else (values != 0) & (held != 0)
+    return kept
+
+
+@contextmanager
+def _atomic(model: nn.Module) -> Iterator[None]:
+    """Put every parameter that a repair may touch back if it does not end well."""
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    with restored(norms_of(model).values()):
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for parameter, values in kept:
+                    parameter.copy_(values)
+            raise

@@ -1,0 +1,241 @@
+"""Which weights can be repaired, where the forward pass uses them, and in which order."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shaver.criteria.rules import is_transposed_linear
+from shaver.repairing.lockstep import Lane, lanes, visiting
+from shaver.repairing.views import CONVOLUTIONS, TRANSPOSED, has_view, matrix_of, weight_of
+
+_INPUTS = ("query", "key", "value")
+_OUTPUT = "output"
+
+
+@dataclass(eq=False)
+class Site:
+    """One weight matrix: the whole of a parameter, or the rows of a packed one that belong to one input.
+
+    Attributes:
+        name: The parameter's name, with the part in brackets for a packed one.
+        parameter: The parameter's name in the model, as masks have it.
+        users: Module paths that apply it, each with the part of the module it is.
+        rows: Its rows of the parameter; ``None`` is all of them.
+        norm: Path of a BatchNorm that takes this site's outputs, if there is one.
+        size: Rows of inputs in the first batch.
+        spans: The spatial sizes of a convolution's outputs, along which its rows can be thinned out.
+    """
+
+    name: str
+    parameter: str
+    users: list[tuple[str, str]]
+    rows: slice | None = None
+    norm: str | None = None
+    size: int = 0
+    spans: tuple[int, ...] = ()
+
+    def matrix(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """The site's part of a tensor shaped like the parameter, as ``(groups, outputs, inputs)``."""
+        if self.rows is not None:
+            return tensor[self.rows].unsqueeze(0)
+        return matrix_of(self._owner(model), tensor)
+
+    def weight(self, model: nn.Module) -> Tensor:
+        """The weight as ``(groups, outputs, inputs)``, detached."""
+        return self.matrix(model, parameters_of(model)[self.parameter].detach())
+
+    def bias(self, model: nn.Module) -> Tensor | None:
+        """The bias as a vector that shares the parameter's memory, if all users of the weight share one."""
+        biases = [bias_of(model.get_submodule(path), part) for path, part in self.users]
+        first = biases[0]
+        if first is None or any(bias is None or bias.data_ptr() != first.data_ptr() for bias in biases):
+            return None
+        return first
+
+    @torch.no_grad()
+    def write(self, model: nn.Module, matrix: Tensor, bias: Tensor | None) -> None:
+        """Give the weight new values, and the bias if there is one."""
+        parameter = parameters_of(model)[self.parameter]
+        if self.rows is not None:
+            parameter[self.rows] = matrix[0].to(parameter)
+        else:
+            parameter.copy_(weight_of(self._owner(model), matrix, parameter.shape).to(parameter))
+        held = self.bias(model)
+        if held is not None and bias is not None:
+            held.copy_(bias.reshape(-1).to(held))
+
+    def _owner(self, model: nn.Module) -> nn.Module:
+        path, part = self.users[0]
+        owner = model.get_submodule(path)
+        return owner.out_proj if isinstance(owner, nn.MultiheadAttention) and part == _OUTPUT else owner
+
+
+@dataclass
+class Plan:
+    """The sites and norms of a network in the order of the forward pass.
+
+    Attributes:
+        by_user: The site of a module's part.
+        norms: Paths of the BatchNorm layers with running statistics.
+        stops: A site or a norm's path for each use in a forward pass.
+        unrepaired: Why a weight has no site, by parameter name.
+    """
+
+    by_user: dict[tuple[str, str], Site]
+    norms: tuple[str, ...]
+    stops: list[Site | str] = field(default_factory=list)
+    unrepaired: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> list[str]:
+        """The modules that the plan stops at."""
+        return [*dict.fromkeys(path for path, _ in self.by_user), *self.norms]
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name; one that torch's own pruning has renamed has its original name."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    return {name.removesuffix("_orig"): parameter for name, parameter in known.items()}
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """All weights that have a view as a matrix, tied ones once with all their users."""
+    found: dict[tuple[int, str], Site] = {}
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+
+    def add(path: str, part: str, own: str, parameter: Tensor, rows: slice | None = None) -> None:
+        if id(parameter) in embedded:
+            return
+        name = f"{path}.{own}" if path else own
+        label = f"{name}[{part}]" if rows is not None else name
+        site = found.setdefault((id(parameter), part if rows is not None else ""), Site(label, name, [], rows))
+        site.users.append((path, part))
+
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            if module.in_proj_weight is not None:
+                for part in _INPUTS:
+                    add(path, part, "in_proj_weight", module.in_proj_weight, _rows(module, part))
+            else:
+                for part in _INPUTS:
+                    add(path, part, f"{part[0]}_proj_weight", getattr(module, f"{part[0]}_proj_weight"))
+            add(path, _OUTPUT, "out_proj.weight", module.out_proj.weight)
+        elif has_view(module) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            weight = getattr(module, "weight_orig", module.weight)
+            if isinstance(weight, nn.Parameter) and f"{path}.weight".lstrip(".") in parameters_of(model):
+                add(path, "", "weight", weight)
+    return list(found.values())
+
+
+def make_plan(model: nn.Module, run: Callable[[], object], wanted: Iterable[str]) -> Plan:
+    """Run the network once and note which sites and norms it uses, in which order.
+
+    Args:
+        model: The network, in eval mode.
+        run: Calls it on one batch.
+        wanted: Parameter names that must be repaired or named in ``unrepaired``.
+    """
+    sites = find_sites(model)
+    plan = Plan({user: site for site in sites for user in site.users}, norms=tuple(norms_of(model)))
+    made: dict[int, tuple[weakref.ref[Tensor], Site]] = {}
+
+    def note(_: Lane, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        if isinstance(module, _BatchNorm):
+            ref, site = made.get(id(args[0]), (None, None))
+            if site is not None and ref is not None and ref() is args[0]:
+                site.norm = path
+            plan.stops.append(path)
+            return
+        for part in parts_of(module):
+            site = plan.by_user.get((path, part))
+            if site is not None:
+                first = site_output(module, part, args, kwargs, out)
+                made[id(first)] = (weakref.ref(first), site)
+                site.size += first.numel() // (site.weight(model).shape[:2].numel() or 1)
+                if isinstance(module, CONVOLUTIONS + TRANSPOSED):
+                    site.spans = tuple(first.shape[-len(module.stride) :])
+                plan.stops.append(site)
+
+    with visiting(model, plan.paths, note, before=False), lanes([run]) as (lane,):
+        lane.advance()
+    used = {stop.parameter for stop in plan.stops if isinstance(stop, Site)}
+    plan.unrepaired = {name: _reason(model, name, sites) for name in wanted if name not in used}
+    return plan
+
+
+def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers with running statistics, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    }
+
+
+def parts_of(module: nn.Module) -> tuple[str, ...]:
+    """The parts of a module that can each be a site."""
+    return (*_INPUTS, _OUTPUT) if isinstance(module, nn.MultiheadAttention) else ("",)
+
+
+def inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a module's weights multiply: one, or query, key and value of attention."""
+    if isinstance(module, nn.MultiheadAttention):
+        return [kwargs.get(key, args[i] if i < len(args) else None) for i, key in enumerate(_INPUTS)]  # type: ignore[misc]
+    return [args[0] if args else next(iter(kwargs.values()))]
+
+
+def site_input(module: nn.Module, part: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """What the weight of this part multiplies in this call."""
+    if part != _OUTPUT:
+        return inputs_of(module, args, kwargs)[_INPUTS.index(part) if part else 0]
+    assert isinstance(module, nn.MultiheadAttention)
+    # With the identity for its output matrix, attention returns what that matrix would have multiplied.
+    plain = {"out_proj.weight": torch.eye(module.embed_dim).to(module.out_proj.weight)}
+    if module.out_proj.bias is not None:
+        plain["out_proj.bias"] = torch.zeros_like(module.out_proj.bias)
+    mixed: Tensor = functional_call(module, plain, args, dict(kwargs))[0]
+    return mixed
+
+
+def site_output(module: nn.Module, part: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Tensor:
+    """What the weight of this part gives in this call, bias included."""
+    if part in _INPUTS:
+        assert isinstance(module, nn.MultiheadAttention)
+        packed = module.in_proj_weight is not None
+        weight = module.in_proj_weight[_rows(module, part)] if packed else getattr(module, f"{part[0]}_proj_weight")
+        return F.linear(site_input(module, part, args, kwargs), weight, bias_of(module, part))
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first
+
+
+def bias_of(module: nn.Module, part: str) -> Tensor | None:
+    """The bias of a module's part, sharing the parameter's memory."""
+    if not isinstance(module, nn.MultiheadAttention):
+        bias = getattr(module, "bias", None)
+        return bias.detach() if isinstance(bias, nn.Parameter) else None
+    if part == _OUTPUT:
+        return None if module.out_proj.bias is None else module.out_proj.bias.detach()
+    if module.in_proj_bias is None:
+        return None
+    return module.in_proj_bias.detach()[_rows(module, part)]
+
+
+def _rows(module: nn.MultiheadAttention, part: str) -> slice:
+    place = _INPUTS.index(part)
+    return slice(place * module.embed_dim, (place + 1) * module.embed_dim)
+
+
+def _reason(model: nn.Module, name: str, sites: list[Site]) -> str:
+    if any(site.parameter == name for site in sites):
+        return "the forward pass does not use its layer"
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) or (has_view(owner) and not is_transposed_linear(owner)):
+        return "it is tied to an embedding, or computed from other parameters"
+    return f"there is no rule for {type(owner).__name__}"
