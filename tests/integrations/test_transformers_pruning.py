@@ -49,10 +49,10 @@ def test_a_criterion_prunes_a_language_model_that_is_saved_and_reloaded(
     shaver.prune(model, scores, sparsity=0.5)
     zeros = sum(int((dict(model.named_parameters())[key] == 0).sum()) for key in scores)
     assert zeros == round(0.5 * sum(s.numel() for s in scores.values()))
-    assert not torch.equal(logits(model, batch), dense)
+    assert not torch.allclose(logits(model, batch), dense, atol=1e-3)
     shaver.save(model, tmp_path / "pruned")
     again = shaver.load(tmp_path / "pruned", factory=lambda: build(family[name], seed=9).float())
-    assert torch.equal(logits(again, batch), logits(model, batch))
+    torch.testing.assert_close(logits(again, batch), logits(model, batch))
 
 
 def test_snip_of_a_causal_model_is_theta_times_the_gradient_of_its_own_loss():
@@ -88,8 +88,8 @@ def test_a_local_folder_is_all_that_is_needed(tmp_path: Path):
     shaver.prune(model, shaver.score(model, "magnitude"), sparsity=0.8)
     shaver.save(model, tmp_path / "sparse")
     again = shaver.load(tmp_path / "sparse", factory=factory)
-    assert torch.equal(logits(again, batch), logits(model, batch))
-    assert not torch.equal(logits(again, batch), logits(factory(), batch))
+    torch.testing.assert_close(logits(again, batch), logits(model, batch))
+    assert not torch.allclose(logits(again, batch), logits(factory(), batch), atol=1e-3)
 
 
 @pytest.mark.parametrize("criterion", ["snip", "grasp"])
