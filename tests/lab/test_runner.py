@@ -199,18 +199,36 @@ except KeyboardInterrupt:
 """
 
 
+#: Stops the process that is about to put its third checkpoint in place, and says so: the signal always comes in time.
+PAUSE = """
+import sys, time
+
+def pause(event, arguments):
+    if event == "os.rename" and "checkpoint-00003" in str(arguments[1]):
+        open({paused!r}, "w").close()
+        while True:
+            time.sleep(1)
+
+sys.addaudithook(pause)
+"""
+
+
 def start_long(out):
+    """A study whose cell waits in the middle of its training."""
+    place = out.parent.parent / "pause"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(PAUSE.format(paused=str(place / "paused")))
     code = SCRIPT.format(tests=str(Path(__file__).parents[2]), out=str(out))
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_checkpoint(out, process):
-    networks = out.parent / "networks"
-    until = time.monotonic() + 60
-    while not list(networks.glob("*/checkpoints/run/checkpoint-0*")):
+    path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    until = time.monotonic() + 300
+    while not (place / "paused").exists():
         assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < until, "no checkpoint after a minute"
-        time.sleep(0.005)
+        assert time.monotonic() < until, "no third checkpoint after five minutes"
+        time.sleep(0.05)
+    return process
 
 
 def cell_process(out):
@@ -222,13 +240,13 @@ def cell_process(out):
 def is_alive(pid):
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
 
 
 def wait_until_gone(pid):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while is_alive(pid):
         assert time.monotonic() < until, "the cell outlived its study"
         time.sleep(0.05)
@@ -260,10 +278,9 @@ def whole(tmp_path_factory):
 def test_an_interrupted_study_goes_on_to_the_same_numbers(tmp_path, whole, how):
     out = tmp_path / "runs" / "tiny-cpu"
     process = start_long(out)
-    wait_for_checkpoint(out, process)
     cell = cell_process(out)
     process.send_signal(how)
-    code = process.wait(30)
+    code = process.wait(120)
     wait_until_gone(cell)
     assert not list((out.parent / "networks").glob("*/training.json")), "it was stopped before the end"
     (status,) = (out / "cells").glob("*/status.json")

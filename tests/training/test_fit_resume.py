@@ -18,50 +18,58 @@ from shaver.training import Options, fit
 from tests.training.problems import batches, blobs, identical, network, noisy_forward, weights
 
 KILLER = '''
-"""Train in child processes, killing them at random moments, until one run is complete."""
-import json, os, random, signal, sys, time
+"""Train in child processes that kill themselves at set moments, until one run is complete."""
+import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from tests.training.problems import batches, network, noisy_forward
 from shaver.training import fit
 torch.set_num_threads(1)
 fit(network(), batches(), method="map", epochs=1)  # what is imported on first use is imported here, once
-folder, settings = sys.argv[2], json.loads(sys.argv[3])
+folder, settings, moments = sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
+left = None  # moments until death: a moment is a forward pass, or a file in the folder being opened, moved or removed
 
-def slow(model, batch):
-    time.sleep(0.002)
+def count():
+    global left
+    if left is not None:
+        left -= 1
+        if left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def hook(event, arguments):
+    if event in ("open", "os.rename", "os.remove") and str(arguments[0]).startswith(folder):
+        count()
+
+sys.addaudithook(hook)
+
+def counted(model, batch):
+    count()
     return noisy_forward(model, batch)
-
-def child():
-    fit(network(dropout=0.2), batches(), batches(seed=2), folder=folder, forward=slow, **settings)
 
 def newest():
     names = [n for n in os.listdir(folder) if n.startswith("checkpoint-")] if os.path.exists(folder) else []
     return max(names, default="")
 
-chance, epochs_at_kill = random.Random(int(sys.argv[4])), []
-while True:
-    pid, before, limit = os.fork(), newest(), time.time() + 30
+epochs_at_kill = []
+for moment in [*moments, None]:
+    pid = os.fork()
     if pid == 0:
+        left = moment
         try:
-            child()
+            fit(network(dropout=0.2), batches(), batches(seed=2), folder=folder, forward=counted, **settings)
         except BaseException:
             import traceback
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    if len(epochs_at_kill) < 8:
-        # Every second child gets as far as a new checkpoint, so that the run goes on; then a moment of chance.
-        while len(epochs_at_kill) % 2 and newest() == before and time.time() < limit:
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0.0, 0.04))
-        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     if os.WIFEXITED(status):
         print(json.dumps({"epochs_at_kill": epochs_at_kill, "exit": os.WEXITSTATUS(status)}))
         break
     epochs_at_kill.append(newest())
 '''
+#: An epoch has some twenty moments, the first few of them forward passes, the last few its files.
+MOMENTS = [3, 21, 22, 47, 23, 24, 9, 58]
 
 SETTINGS = [
     {"method": "map", "epochs": 12, "optimizer": "sgd"},
@@ -80,11 +88,12 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path, 
     through = network(dropout=0.2)
     undisturbed = fit(through, batches(), batches(seed=2), folder=tmp_path / "whole", forward=noisy_forward, **settings)
     command = [sys.executable, "-c", KILLER, str(Path(__file__).parents[2]), str(tmp_path / "killed")]
-    done = subprocess.run([*command, json.dumps(settings), "7"], capture_output=True, text=True, timeout=120)
+    command += [json.dumps(settings), json.dumps(MOMENTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     report = json.loads(done.stdout or "{}")
     assert report.get("exit") == 0, done.stderr
-    assert len(report["epochs_at_kill"]) == 8, "the processes finished before they could be killed"
-    assert len(set(report["epochs_at_kill"])) >= 4, "the kills did not come in different epochs"
+    assert len(report["epochs_at_kill"]) == len(MOMENTS), "every child but the last was killed"
+    assert len(set(report["epochs_at_kill"])) >= 4, "the kills came in different epochs"
     whole, killed = final(tmp_path / "whole"), final(tmp_path / "killed")
     assert identical(whole["model"], killed["model"])
     assert torch.equal(whole["random"]["torch"], killed["random"]["torch"])
