@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves
 
 #: The key of a dict batch that holds the targets.
@@ -16,6 +18,32 @@ IGNORED = -100
 Forward = Callable[[nn.Module, Any], Tensor]
 #: ``targets(batch)``: what the outputs are compared with.
 Targets = Callable[[Any], Tensor]
+
+
+def check_network(model: object, what: str) -> nn.Module:
+    """Refuse what is no network, or one whose weights have no values yet.
+
+    Raises:
+        TypeError: It is no module, or some of its parameters are complex or sparse.
+        ValueError: It has no parameters, or some of them are lazy or on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}; make a network of it first" if isinstance(model, type) else repr(model)
+        raise TypeError(f"{what} takes a network, a torch.nn.Module, not {kind}.")
+    empty = True
+    for name, parameter in model.named_parameters():
+        empty = False
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: call the network once on an input before {what}.")
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values; load the weights first.")
+        if parameter.is_complex() or parameter.layout != torch.strided:
+            raise TypeError(
+                f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; {what} needs dense real ones."
+            )
+    if empty:
+        raise ValueError(f"{type(model).__name__} has no trainable parameters: there is nothing for {what} to do.")
+    return model
 
 
 def forward_of(model: nn.Module, batch: Any) -> Tensor:

@@ -3,6 +3,7 @@
 A file appears under its name only when it is complete: it is written beside it, flushed to the disk, and renamed.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     On an error (a full disk, an interrupt) the temporary file is removed and an older ``path`` stays as it was.
     """
     target = Path(path)
+    check_folder(target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     os.close(handle)
@@ -36,9 +38,24 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:  # "No space left on device" names no file
+            raise OSError(error.errno, f"{os.strerror(error.errno)} (the file was not written)", str(target)) from error
         raise
+
+
+def check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return a folder that exists or can be made.
+
+    Raises:
+        NotADirectoryError: It, or a folder it would lie in, is a file.
+    """
+    place = Path(folder)
+    for part in (place, *place.parents):
+        if part.exists() and not part.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "this is a file, and a folder is needed", str(part))
+    return place
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
@@ -61,7 +78,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """Read JSON; a damaged file is named."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read; shaver writes no such file.") from error
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); it is damaged or of another kind.") from error
 
 
@@ -171,7 +190,14 @@ def load_state(path: str | os.PathLike[str], *, missing: object = ...) -> Any:
         raise ValueError(f"{path} is a safetensors file without a saved state; it was written by something else.")
     if metadata.get("sha256") != digest(tensors, metadata["state"]):
         raise ValueError(f"{path} is damaged: its contents do not match its checksum.")
-    return unpack(tensors, json.loads(metadata["state"]))
+    try:
+        return unpack(tensors, json.loads(metadata["state"]))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read; shaver writes no such file.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} holds a state that cannot be read ({error!r}); it was written by something else."
+        ) from error
 
 
 def _umask() -> int:

@@ -1,10 +1,13 @@
-"""Names that a user passes: an unknown one is answered with the valid ones and the nearest match."""
+"""Names and numbers that a user passes: a wrong one is answered with what was passed and what would work."""
 
+import math
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
+from numbers import Real
 from typing import Any
 
 
@@ -24,6 +27,33 @@ def check_name(kind: str, name: object, valid: Iterable[str]) -> str:
     near = [lower[match] for match in get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)]
     hint = f" did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"unknown {kind} {name!r};{hint} Valid: {', '.join(map(repr, names))}.".replace("; V", ". V"))
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """Return ``value`` if it is a whole number from ``least``, else raise a ``ValueError`` that names it.
+
+    Example:
+        >>> check_count("epochs", 1.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: epochs must be a whole number from 1, not 1.5.
+    """
+    try:
+        number = value if isinstance(value, float) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least or number != int(number):
+        raise ValueError(f"{name} must be a whole number from {least}, not {value!r}.")
+    return int(number)
+
+
+def check_number(name: str, value: object, *, least: float = -math.inf, above: bool = False) -> float:
+    """Return ``value`` if it is a finite number from ``least`` (or above it), else raise a ``ValueError``."""
+    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < least or (above and value == least):  # type: ignore[operator]
+        bound = "" if least == -math.inf else f" above {least:g}" if above else f" from {least:g}"
+        raise ValueError(f"{name} must be a finite number{bound}, not {value!r}.")
+    return float(value)  # type: ignore[arg-type]
 
 
 def import_function(spec: str, option: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.likelihoods import Regression
 from shaver.pruning import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain, prune
-from shaver.pruning.automatic import A_SAMPLE
+from shaver.pruning.automatic import PER_SAMPLE
 
 N, D, NOISE = 40, 6, 0.3
 
@@ -157,7 +157,7 @@ def test_no_sample_may_lose_more_than_a_little():
     ]
     assert rises[0] is not None
     assert rises[1] is not None
-    assert 0.9 * A_SAMPLE * N < rises[0] <= A_SAMPLE * N < rises[1]
+    assert 0.9 * PER_SAMPLE * N < rises[0] <= PER_SAMPLE * N < rises[1]
 
 
 def test_a_layer_that_is_gone_is_warned_of(problem):

@@ -7,7 +7,7 @@ from torch import nn
 
 from shaver.criteria import score
 from shaver.io import load_state, save_state
-from shaver.pruning import OnlinePruner, cubic, linear
+from shaver.pruning import Online, OnlinePruner, cubic, linear
 
 
 def build():
@@ -31,7 +31,7 @@ def zeros(model):
 @pytest.mark.parametrize("schedule", ["linear", "cubic"])
 def test_sparsity_follows_the_schedule_and_the_fallen_stay_down(schedule):
     model, optimizer, x, y = build()
-    pruner = OnlinePruner(model, optimizer, 0.9, schedule=schedule, start=0.2, end=0.8)
+    pruner = OnlinePruner(model, optimizer, Online(0.9, schedule=schedule, start=0.2, end=0.8))
     assert pruner.masks is None
     before = zeros(model)
     for step in range(1, 11):
@@ -50,7 +50,7 @@ def test_sparsity_follows_the_schedule_and_the_fallen_stay_down(schedule):
 
 def test_an_earlier_progress_does_not_bring_weights_back():
     model, optimizer, _, _ = build()
-    pruner = OnlinePruner(model, optimizer, 0.8)
+    pruner = OnlinePruner(model, optimizer, Online(0.8, start=0.0))
     pruner.update(score(model, "magnitude"), 0.5)
     masks = pruner.masks
     pruner.update(score(model, "random"), 0.1)
@@ -61,14 +61,13 @@ def test_the_schedules_run_from_nothing_to_all():
     for schedule in (linear, cubic):
         assert (schedule(0.0), schedule(1.0)) == (0.0, 1.0)
     assert cubic(0.5) == 0.875
-    model, optimizer, _, _ = build()
-    late = OnlinePruner(model, optimizer, 0.8, schedule=lambda t: t**2, end=1.0)
+    late = Online(0.8, schedule=lambda t: t**2, start=0.0, end=1.0)
     assert late.sparsity_at(0.5) == pytest.approx(0.2)
 
 
 def test_limits_per_layer_hold_online():
     model, optimizer, x, y = build()
-    pruner = OnlinePruner(model, optimizer, 0.9, minimum=12)
+    pruner = OnlinePruner(model, optimizer, Online(0.9, start=0.0, minimum=12))
     for step in range(1, 6):
         epoch(model, optimizer, x, y)
         report = pruner.update(score(model, "magnitude"), step / 5)
@@ -78,30 +77,30 @@ def test_limits_per_layer_hold_online():
 
 def test_a_target_out_of_reach_is_said_at_the_first_update():
     model, optimizer, _, _ = build()
-    pruner = OnlinePruner(model, optimizer, 0.99, minimum=10)
-    with pytest.raises(ValueError, match=r"target of 0\.99 is out of reach"):
+    pruner = OnlinePruner(model, optimizer, Online(0.99, start=0.0, minimum=10))
+    with pytest.raises(ValueError, match=r"sparsity of 0\.99 is out of reach"):
         pruner.update(score(model, "magnitude"), 0.01)
     assert pruner.masks is None
 
 
 def test_a_checkpoint_restores_the_masks(tmp_path):
     model, optimizer, x, y = build()
-    pruner = OnlinePruner(model, optimizer, 0.9)
+    pruner = OnlinePruner(model, optimizer, Online(0.9, start=0.0))
     pruner.update(score(model, "magnitude"), 0.3)
     save_state(tmp_path / "pruner.safetensors", pruner.state_dict())
     other, other_optimizer, _, _ = build()
-    resumed = OnlinePruner(other, other_optimizer, 0.9)
+    resumed = OnlinePruner(other, other_optimizer, Online(0.9, start=0.0))
     resumed.load_state_dict(load_state(tmp_path / "pruner.safetensors"))
     epoch(other, other_optimizer, x, y)
     assert all(torch.equal(z, ~pruner.masks[n]) for n, z in zeros(other).items())
-    fresh = OnlinePruner(other, other_optimizer, 0.9)
-    fresh.load_state_dict(OnlinePruner(other, other_optimizer, 0.9).state_dict())
+    fresh = OnlinePruner(other, other_optimizer, Online(0.9, start=0.0))
+    fresh.load_state_dict(OnlinePruner(other, other_optimizer, Online(0.9, start=0.0)).state_dict())
     assert fresh.masks is None
 
 
 def test_release_lets_weights_grow_again():
     model, optimizer, x, y = build()
-    pruner = OnlinePruner(model, optimizer, 0.9)
+    pruner = OnlinePruner(model, optimizer, Online(0.9, start=0.0))
     pruner.update(score(model, "magnitude"), 1.0)
     pruner.release()
     epoch(model, optimizer, x, y)
@@ -111,14 +110,14 @@ def test_release_lets_weights_grow_again():
 def test_bad_arguments_leave_everything_as_it_is():
     model, optimizer, _, _ = build()
     for options, message in [
-        ({"target": 99}, "99 % is 0.99"),
-        ({"target": 0.9, "start": 0.7, "end": 0.6}, "start < end"),
-        ({"target": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
-        ({"target": 0.9, "scope": "2:4"}, "unknown scope"),
+        ({"sparsity": 99}, "99 % is 0.99"),
+        ({"sparsity": 0.9, "start": 0.7, "end": 0.6}, "start < end"),
+        ({"sparsity": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
+        ({"sparsity": 0.9, "scope": "2:4"}, "unknown scope"),
     ]:
         with pytest.raises(ValueError, match=message):
-            OnlinePruner(model, optimizer, **options)
-    pruner = OnlinePruner(model, optimizer, 0.9)
+            Online(**options)
+    pruner = OnlinePruner(model, optimizer, Online(0.9, start=0.0))
     scores = score(model, "magnitude")
     pruner.update(scores, 0.3)
     before = zeros(model)

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import shaver
-from shaver.pruning.online import cubic
-from shaver.structure import ChoiceOptions, Gradual, choose_units, compact_with_report, find_groups, kept_units
+from shaver.pruning import OnlinePruner, cubic
+from shaver.structure import Gradual, choose_units, compact_with_report, find_groups, kept_units
 from shaver.structure.costs import Costs
-from shaver.structure.gradual import UnitPruner
 from tests.structure.known_groups import cnn, fcn
 
 QUICK = {"every": 2, "update": 4}
@@ -110,7 +109,7 @@ def test_many_cuts_by_the_same_scores_end_where_one_does(seed):
     model, groups = cnn()
     how = {"target": "parameters", "spread": "global"}
     gradual = Gradual(0.85, groups=groups, **how)
-    pruner = UnitPruner(model, None, groups, ChoiceOptions(**how), gradual)
+    pruner = OnlinePruner(model, None, gradual)
     # Channels, dear as they are, fall last: were hidden units to make up for them until then, they would be missed.
     generator = torch.Generator().manual_seed(seed)
     costs = Costs(model, groups, "parameters")

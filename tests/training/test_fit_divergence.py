@@ -83,3 +83,36 @@ def test_too_large_a_learning_rate_is_caught():
     with pytest.raises(Diverged, match="smaller lr"):
         fit(nn.Linear(6, 1), [(x, y.float().unsqueeze(1)) for x, y in batches()], method="map", epochs=50, lr=1e6,
             likelihood="regression")  # fmt: skip
+
+
+def test_a_validation_loss_that_is_not_finite_is_named():
+    valid = batches(seed=2)
+    valid[1][0][0, 0] = float("nan")
+    with pytest.raises(Diverged, match=r"epoch 1.*the validation loss is nan because the batch itself has values"):
+        fit(network(), batches(), valid, method="map", epochs=2)
+
+
+def dying() -> nn.Module:
+    """All hidden units are off for every input: the outputs are the last bias, and so is all that learns."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    with torch.no_grad():
+        model[0].bias.fill_(-1e3)
+    return model
+
+
+@pytest.mark.parametrize("method", ["map", "spam"])
+def test_a_network_whose_units_have_died_is_noticed(tmp_path, method):
+    with pytest.warns(UserWarning, match="after 3 epochs the network gives every sample the same outputs"):
+        history = fit(dying(), batches(), method=method, epochs=3, folder=tmp_path)
+    assert history.dead
+    assert history.column("dead") == [True] * 3
+    assert "dead" in (tmp_path / "history.csv").read_text().splitlines()[0]
+
+
+def test_a_network_that_learns_is_not_called_dead(recwarn):
+    for model in (network(), nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 3)).double()):
+        data = [(x.to(next(model.parameters()).dtype), y) for x, y in batches()]
+        history = fit(model, data, method="map", epochs=1)
+        assert not history.dead
+        assert "dead" not in history[0]
+    assert not [w for w in recwarn if "died" in str(w.message)]

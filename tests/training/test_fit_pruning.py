@@ -59,7 +59,7 @@ def test_sparsity_follows_the_schedule_and_what_has_fallen_stays(settings):
 @pytest.mark.parametrize("epoch", [1, 3])
 def test_an_interrupted_run_continues_with_the_same_masks(tmp_path, settings, epoch):
     settings = {"epochs": 6, "online": Online(0.8, every=4, end=0.7), "forward": noisy_forward} | settings
-    whole, broken, continued = network(dropout=0.2), network(dropout=0.2), network(seed=9, dropout=0.2)
+    whole, broken, continued = network(dropout=0.2), network(dropout=0.2), network(dropout=0.2)
     first = fit(whole, batches(), **settings)
     with pytest.raises(KeyboardInterrupt):
         fit(broken, batches(), folder=tmp_path, logger=Watch(broken, stop=epoch), **settings)
@@ -107,7 +107,7 @@ def test_scores_are_the_posteriors():
                 seen.update(shaver.score(self.model, "opd", posterior=self.posterior))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shaver.spam.SpaM", Spy)
+        patch.setattr("shaver.training.learner.SpaM", Spy)
         fit(dense, batches(), epochs=2, spam=QUICK)
     fallen = torch.cat([~masks[n].flatten() for n in seen])
     scores = torch.cat([s.flatten() for s in seen.values()])
@@ -134,16 +134,16 @@ def test_fine_tuning_holds_the_zeros_of_every_criterion_and_helps(criterion):
 def test_fine_tuning_is_resumed_with_its_masks_and_with_no_others(tmp_path):
     masks = prune(network(), shaver.score(network(), "magnitude"), 0.5).masks
     others = prune(network(), shaver.score(network(), "random"), 0.5).masks
-    whole, broken, continued = network(), network(), network(seed=9)
+    whole, broken, continued = network(), network(), network()
     settings = {"method": "spam", "spam": QUICK, "epochs": 5}
     fit(whole, batches(), masks=masks, **settings)
     with pytest.raises(KeyboardInterrupt):
         fit(broken, batches(), masks=masks, folder=tmp_path, logger=Watch(broken, stop=2), **settings)
-    untouched = network(seed=9)
+    untouched = network()
     for wrong in ({"masks": others}, {}, {"online": Online(0.5)}):
         with pytest.raises(ValueError, match=r"belongs to another run: (masks|online)"):
             fit(untouched, batches(), folder=tmp_path, **wrong, **settings)
-    assert identical(weights(untouched), weights(network(seed=9)))
+    assert identical(weights(untouched), weights(network()))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in untouched.modules())
     fit(continued, batches(), masks=masks, folder=tmp_path, **settings)
     assert identical(weights(whole), weights(continued))
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_refused_before_anything_changes():
         ({"masks": dict(masks)}, TypeError, r"masks= takes shaver\.pruning\.Masks.*not a dict"),
         ({"masks": Masks({"7.weight": torch.ones(2, dtype=torch.bool)})}, ValueError, r"'7\.weight'"),
         ({"masks": masks, "online": Online(0.5)}, ValueError, "give one of them"),
-        ({"online": 0.9}, TypeError, r"takes .*Online\(target, …\) or .*Gradual\(…\), not 0\.9"),
+        ({"online": 0.9}, TypeError, r"takes .*Online\(sparsity, …\) or .*Gradual\(…\), not 0\.9"),
         ({"online": Online(0.5, criterion="opd"), "method": "map"}, ValueError, 'only method="spam" learns'),
         ({"online": Online(0.5), "options": Options(early_stopping=2)}, ValueError, "early_stopping"),
     ]:
@@ -164,10 +164,10 @@ def test_what_cannot_be_is_refused_before_anything_changes():
             fit(model, batches(), epochs=1, **settings)
     assert identical(weights(model), weights(network()))
     for settings, message in [
-        ({"target": 99}, "99 % is 0.99"),
-        ({"target": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
-        ({"target": 0.9, "criterion": "snip"}, "needs data"),
-        ({"target": 0.9, "every": 0}, "every must be"),
+        ({"sparsity": 99}, "99 % is 0.99"),
+        ({"sparsity": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
+        ({"sparsity": 0.9, "criterion": "snip"}, "needs data"),
+        ({"sparsity": 0.9, "every": 0}, "every must be"),
     ]:
         with pytest.raises(ValueError, match=message):
             Online(**settings)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shaver.data import InMemory
 from shaver.io import load_state
-from shaver.likelihoods import Classification
+from shaver.likelihoods import Classification, Regression
 from shaver.settings import PAPER
 from shaver.training import Options, fit
 from tests.training.problems import batches, blobs, identical, network, noisy_forward, weights
@@ -123,7 +123,7 @@ def _stop_after(epoch: int):
 )
 def test_an_interrupted_run_continues_to_the_same_numbers(tmp_path, settings):
     settings = {"method": "map", "epochs": 5, "forward": noisy_forward} | settings
-    whole, broken, continued = network(dropout=0.2), network(dropout=0.2), network(seed=9, dropout=0.2)
+    whole, broken, continued = network(dropout=0.2), network(dropout=0.2), network(dropout=0.2)
     fit(whole, batches(), **settings)
     with pytest.raises(KeyboardInterrupt):
         fit(broken, batches(), folder=tmp_path, logger=_stop_after(2), **settings)
@@ -188,7 +188,7 @@ def test_what_the_likelihood_learned_comes_back(tmp_path):
 
 
 def test_a_finished_run_is_read_back_and_not_trained_again(tmp_path):
-    model, again = network(), network(seed=9)
+    model, again = network(), network()
     history = fit(model, batches(), method="map", epochs=2, folder=tmp_path)
 
     def forbidden(model, batch):
@@ -246,7 +246,10 @@ def test_the_last_two_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_
         ({"epochs": 3}, r"epochs: 2 there, 3 here"),
         ({"method": "l1"}, r"method: 'map' there, 'l1' here"),
         ({"options": Options(clip=1.0)}, r"clip: None there, 1.0 here"),
-        ({"train": batches(samples=64)}, r"data: '96 samples in 6 batches' there, '64 samples in 4 batches' here"),
+        (
+            {"train": batches(samples=64)},
+            r"data: '96 samples in 6 batches, contents \w+' there, '64 samples in 4 batches, contents",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path, change, message):
@@ -271,3 +274,93 @@ def test_leftovers_of_a_killed_write_are_swept_away(tmp_path):
     (tmp_path / ".checkpoint-00001.safetensors.abc.part").write_bytes(b"half")
     fit(network(), batches(), method="map", epochs=1, folder=tmp_path)
     assert not list(tmp_path.glob(".checkpoint*"))
+
+
+def _settings(**change):
+    return {"train": batches(), "method": "map", "epochs": 2, "lr": 0.1} | change
+
+
+def _sgd(momentum):
+    return lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({}, {"train": batches(seed=5)}, r"data: '96 samples in 6 batches, contents (\w+)' there, .* contents (?!\1)"),
+        (
+            {"train": DataLoader(TensorDataset(*blobs()), 16)},
+            {"train": DataLoader(TensorDataset(*blobs(seed=5)), 16)},
+            "data: ",
+        ),
+        ({"train": InMemory(*blobs())}, {"train": InMemory(*blobs(), mean=0.5)}, "data: "),
+        ({"valid": batches(seed=2)}, {"valid": batches(seed=3)}, "validation data: "),
+        ({}, {"model": network(seed=1)}, r"initial weights: .*torch\.manual_seed"),
+        (
+            {"optimizer": _sgd(0.9), "lr": None},
+            {"optimizer": _sgd(0.5), "lr": None},
+            r"optimizer\['group 0'\]: .*'momentum': 0.9.* there, .*'momentum': 0.5",
+        ),
+        ({}, {"optimizer": "adam"}, "optimizer: 'sgd' there, 'adam' here"),
+        (
+            {"likelihood": Regression(0.5), "train": [(x, x[:, :3]) for x, _ in batches()]},
+            {"likelihood": Regression(0.1), "train": [(x, x[:, :3]) for x, _ in batches()]},
+            r"noise\['noise'\]: 0.5 there, 0.1 here",
+        ),
+    ],
+    ids=["batches", "loader", "in memory", "validation", "weights", "optimizer", "name", "noise"],
+)
+def test_another_run_of_the_same_size_is_not_mistaken_for_this_one(tmp_path, first, then, message):
+    fit(**_settings(model=network(), folder=tmp_path, **first))
+    asked = _settings(model=network(), folder=tmp_path) | first | then
+    before = weights(asked["model"])
+    with pytest.raises(ValueError, match=f"belongs to another run: {message}"):
+        fit(**asked)
+    assert identical(before, weights(asked["model"]))
+
+
+def test_one_may_insist_on_continuing_with_other_weights_and_data(tmp_path):
+    """A script without a seed makes another network each time; its run need not be lost."""
+    whole = network()
+    fit(**_settings(model=whole, epochs=4))
+    with pytest.raises(KeyboardInterrupt):
+        fit(**_settings(model=network(), epochs=4, folder=tmp_path, logger=_stop_after(2)))
+    stranger = network(seed=7)
+    with pytest.raises(ValueError, match=r'resume="anyway"'):
+        fit(**_settings(model=stranger, epochs=4, folder=tmp_path))
+    fit(**_settings(model=stranger, epochs=4, folder=tmp_path, resume="anyway"))
+    assert identical(weights(whole), weights(stranger))
+    with pytest.raises(ValueError, match=r"lr: 0\.1 there"):
+        fit(**_settings(model=network(), epochs=4, folder=tmp_path, resume="anyway", lr=0.2))
+    with pytest.raises(ValueError, match=r"resume is True, False or .*, not 'always'"):
+        fit(**_settings(model=network(), folder=tmp_path, resume="always"))
+
+
+def test_a_cell_of_a_notebook_may_be_run_again(tmp_path):
+    """The network is where the finished run left it: there is nothing to confuse."""
+    model = network()
+    history = fit(**_settings(model=model, folder=tmp_path))
+    assert fit(**_settings(model=model, folder=tmp_path)) == history
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path):
+    whole, continued = network(), network()
+    fit(whole, batches(), method="map", epochs=3, folder=tmp_path)
+    newest = tmp_path / "checkpoint-00003.safetensors"
+    content = newest.read_bytes()
+    for damage in (content[:-20], content[:-20] + bytes([content[-20] ^ 1]) + content[-19:]):
+        newest.write_bytes(damage)
+        with pytest.warns(UserWarning, match=r"checkpoint-00003.* damaged.*checkpoint-00002.* is used instead"):
+            fit(continued, batches(), method="map", epochs=3, folder=tmp_path)
+        assert identical(weights(whole), weights(continued))
+        continued = network()
+
+
+def test_a_folder_that_is_a_file_is_refused_before_training(tmp_path):
+    (tmp_path / "run").write_text("notes")
+
+    def forbidden(model, batch):
+        raise AssertionError("trained")
+
+    with pytest.raises(NotADirectoryError, match=r"this is a file, and a folder is needed.*run"):
+        fit(network(), batches(), method="map", epochs=1, folder=tmp_path / "run", forward=forbidden)

@@ -143,7 +143,7 @@ def test_settings_that_fit_gives_itself_are_refused():
 
 
 def test_a_finished_run_has_its_posterior_back(tmp_path):
-    model, again = network(), network(seed=9)
+    model, again = network(), network()
     first = fit(model, batches(), epochs=3, spam=QUICK, folder=tmp_path)
     second = fit(again, batches(), epochs=3, spam=QUICK, folder=tmp_path)
     assert second.posterior.log_evidence == first.posterior.log_evidence

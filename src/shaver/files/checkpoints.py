@@ -4,6 +4,7 @@
 before it is removed only when two newer ones exist, so a kill or a full disk at any moment leaves a good one.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,19 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
     Raises:
         ValueError: There are checkpoints and none can be read.
+
+    Warns:
+        UserWarning: A newer one is damaged.
     """
     errors = []
     for path in sorted(folder.glob(_PATTERN), reverse=True):
         try:
             state = load_state(path)
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             errors.append(str(error))
             continue
+        if errors:
+            warnings.warn(f"{' '.join(errors)} {path.name}, the one before it, is used instead.", stacklevel=3)
         return path, state
     if errors:
         raise ValueError("no checkpoint can be read: " + " ".join(errors) + " Pass resume=False to start anew.")

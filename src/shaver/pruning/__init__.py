@@ -1,10 +1,8 @@
 """Pruning: from scores to masks, masks in force, and what is left on disk and in the processor."""
 
 from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain
-from shaver.pruning.hold import Hold
-from shaver.pruning.in_training import Online
-from shaver.pruning.masks import Masks
-from shaver.pruning.online import OnlinePruner, cubic, linear
+from shaver.pruning.masks import Hold, Masks
+from shaver.pruning.online import Online, OnlinePruner, Schedule, cubic, linear
 from shaver.pruning.pruned import Pruned, PrunedLayer, prune
 from shaver.pruning.ranking import Ranking, masks_at
 from shaver.pruning.sparse import SparseInference, SparseLayer, sparse_inference
@@ -19,6 +17,7 @@ __all__ = [
     "Pruned",
     "PrunedLayer",
     "Ranking",
+    "Schedule",
     "SparseInference",
     "SparseLayer",
     "cubic",

@@ -1,19 +1,20 @@
-"""Online pruning: masks that grow along a schedule while the network is trained."""
+"""Pruning during training: masks that grow along a schedule, for weights and for whole units alike."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shaver.naming import check_name
-from shaver.pruning.hold import Hold
-from shaver.pruning.masks import Masks
+from shaver.criteria import PosteriorLike, needs, score
+from shaver.naming import check_count, check_name
+from shaver.pruning.masks import Hold, Masks
 from shaver.pruning.pruned import Pruned, check_fit, report
 from shaver.pruning.ranking import Ranking, check_sparsity
 
-#: From the share of the pruning period that has passed to the share of the target sparsity, both in [0, 1].
-Schedule = Callable[[float], float]
+#: From the share of the pruning period that has passed to the share of the final sparsity, both in [0, 1].
+Shape = Callable[[float], float]
 
 
 def linear(progress: float) -> float:
@@ -22,72 +23,203 @@ def linear(progress: float) -> float:
 
 
 def cubic(progress: float) -> float:
-    """1 − (1 − t)³: most weights fall early, when the network still has time to adapt (Zhu and Gupta, 2017)."""
+    """1 − (1 − t)³: most weights are removed early, while the network still has time to adapt (Zhu and Gupta, 2017)."""
     return 1 - (1 - progress) ** 3
 
 
-SCHEDULES: dict[str, Schedule] = {"linear": linear, "cubic": cubic}
+SHAPES: dict[str, Shape] = {"linear": linear, "cubic": cubic}
+
+
+class Selector(Protocol):
+    """Which weights or units of one network to keep. A selection is a boolean tensor per parameter or per group."""
+
+    def scores(self, criterion: str, posterior: PosteriorLike | None) -> Mapping[str, Tensor]:
+        """A score for everything that may be removed."""
+        ...
+
+    def select(
+        self, scores: Mapping[str, Tensor], sparsity: float, final: float, kept: Mapping[str, Tensor] | None
+    ) -> Mapping[str, Tensor]:
+        """What stays at this sparsity, a part of ``kept``; ``final`` is the sparsity at the end of the schedule."""
+        ...
+
+    def masks(self, kept: Mapping[str, Tensor]) -> Masks:
+        """The masks of a selection."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What is asked of pruning during training: how much, by which criterion, and when.
+
+    :class:`Online` removes weights and :class:`shaver.structure.Gradual` whole units.
+
+    Attributes:
+        sparsity: The final share that is removed, in [0, 1).
+        criterion: ``None`` is OPD where SpaM learns a posterior, and magnitude for MAP and L1. A criterion that needs
+            data cannot be used: during training there are only the weights and the posterior.
+        schedule: ``"linear"``, ``"cubic"`` or a function from [0, 1] to [0, 1].
+        start: The share of training at which pruning begins. OPD waits for SpaM's first update of δ in any case.
+        end: The share at which the final sparsity is reached; the rest of training recovers.
+        every: Steps between two cuts. With SpaM there is also one right after each update of δ.
+    """
+
+    #: Options of SpaM that suit what is removed, unless the user names others.
+    spam_defaults: ClassVar[Mapping[str, str]] = {}
+
+    sparsity: float
+    criterion: str | None = None
+    schedule: str | Shape = "cubic"
+    start: float = 0.1
+    end: float = 0.5
+    every: int = 50
+
+    def __post_init__(self) -> None:
+        check_sparsity(self.sparsity)
+        check_count("every", self.every)
+        if not 0 <= self.start < self.end <= 1:
+            raise ValueError(
+                f"pruning runs from start to end with 0 ≤ start < end ≤ 1, not from {self.start} to {self.end}."
+            )
+        if not callable(self.schedule):
+            check_name("schedule", self.schedule, SHAPES)
+        if self.criterion is not None and "batches" in needs(self.criterion):
+            raise ValueError(
+                f"criterion {self.criterion!r} needs data, which pruning during training does not read again; use "
+                "'opd' (with SpaM), 'obd' (with SpaM) or 'magnitude'."
+            )
+
+    def sparsity_at(self, progress: float) -> float:
+        """The sparsity to reach when this share of training has passed."""
+        if not 0 <= progress <= 1:
+            raise ValueError(f"progress is the share of training that has passed, in [0, 1], not {progress!r}.")
+        shape = SHAPES[self.schedule] if isinstance(self.schedule, str) else self.schedule
+        passed = (progress - self.start) / (self.end - self.start)
+        return self.sparsity * shape(min(1.0, max(0.0, passed)))
+
+    def selector(self, model: nn.Module) -> Selector:
+        """What chooses, for one network."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Online(Schedule):
+    """Prune weights while training: ``shaver.fit(model, train, online=shaver.pruning.Online(0.99))``.
+
+    LeNet at 99 % is best with masks that are final at about 60 % of training.
+
+    Attributes:
+        scope: ``"global"`` or ``"layer"``.
+        cap: No parameter loses more than this share.
+        minimum: Each parameter keeps at least this many weights.
+    """
+
+    scope: str = "global"
+    cap: float = 1.0
+    minimum: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_name("scope", self.scope, ("global", "layer"))
+
+    def selector(self, model: nn.Module) -> "WeightSelector":
+        """Chooses single weights."""
+        return WeightSelector(model, {"scope": self.scope, "cap": self.cap, "minimum": self.minimum})
+
+
+class WeightSelector:
+    """Keeps the best single weights of a network."""
+
+    def __init__(self, model: nn.Module, limits: Mapping[str, Any]) -> None:
+        self._model, self._limits = model, limits
+
+    def scores(self, criterion: str, posterior: PosteriorLike | None) -> Mapping[str, Tensor]:
+        """A score per weight."""
+        return score(self._model, criterion, posterior=posterior)
+
+    def select(
+        self, scores: Mapping[str, Tensor], sparsity: float, final: float, kept: Mapping[str, Tensor] | None
+    ) -> Mapping[str, Tensor]:
+        """The masks at this sparsity; what an earlier mask removed stays removed."""
+        check_fit(self._model, scores)
+        removed = 0
+        if kept is not None:
+            if set(kept) != set(scores):
+                raise ValueError("the scores are for other parameters than those of the earlier updates.")
+            scores = {n: s.masked_fill(~kept[n].to(s.device), -float("inf")) for n, s in scores.items()}
+            removed = sum(int((~mask).sum()) for mask in kept.values())
+        ranking = Ranking(scores, **self._limits)
+        if round(final * ranking.total) > round(ranking.limit * ranking.total):
+            raise ValueError(
+                f"a sparsity of {final:g} is out of reach: with the cap and the minimum in each layer at most "
+                f"{ranking.limit:.6g} can be removed."
+            )
+        masks = ranking.removing(max(removed, round(sparsity * ranking.total)))
+        return masks if kept is None else masks & kept
+
+    def masks(self, kept: Mapping[str, Tensor]) -> Masks:
+        """A selection of weights is its own masks."""
+        return Masks(kept)
+
+
+class Learner(Protocol):
+    """What learns a posterior while the network trains; :class:`shaver.SpaM` is one."""
+
+    updates: int
+
+    @property
+    def posterior(self) -> PosteriorLike:
+        """The posterior at the present weights."""
+        ...
 
 
 class OnlinePruner:
-    """Prunes during training; what has fallen never grows back, momentum and weight decay included.
+    """Prunes a network in training along a schedule; what is removed never grows back.
+
+    :func:`shaver.fit` calls :meth:`after_step` and :meth:`after_epoch`. A loop of your own calls :meth:`update`.
 
     Example::
 
-        pruner = OnlinePruner(model, optimizer, target=0.99)
+        pruner = OnlinePruner(model, optimizer, Online(0.99, start=0.0))
         for epoch in range(epochs):
             train_one_epoch(model, optimizer)
             pruner.update(score(model, "opd", posterior=spam.posterior), progress=(epoch + 1) / epochs)
 
     Args:
         model: The network in training.
-        optimizer: Its optimizer; the states of pruned weights are zeroed with them.
-        target: The final sparsity, in [0, 1).
-        schedule: ``"linear"``, ``"cubic"`` or a function from [0, 1] to [0, 1].
-        start: The share of training at which pruning begins.
-        end: The share at which the target is reached. Ending before training does leaves time to recover: LeNet at
-            99 % is best with masks that are final at about 60 %.
-        scope: ``"global"`` or ``"layer"``.
-        cap: No parameter loses more than this share.
-        minimum: Each parameter keeps at least so many weights.
+        optimizer: Its optimizer; the states of removed weights are zeroed with them.
+        schedule: What is asked: :class:`Online` or :class:`shaver.structure.Gradual`.
+        learner: What learns a posterior, such as SpaM; None for MAP and L1.
+
+    Attributes:
+        kept: What stays, by parameter or by group; ``None`` before the first update.
+
+    Raises:
+        ValueError: The criterion needs a posterior and nothing learns one.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        target: float,
-        *,
-        schedule: str | Schedule = "cubic",
-        start: float = 0.0,
-        end: float = 0.5,
-        scope: str = "global",
-        cap: float = 1.0,
-        minimum: int = 0,
+        self, model: nn.Module, optimizer: Optimizer | None, schedule: Schedule, learner: Learner | None = None
     ) -> None:
-        self.target = check_sparsity(target)
-        if not 0 <= start < end <= 1:
-            raise ValueError(f"pruning runs from start to end with 0 ≤ start < end ≤ 1, not from {start} to {end}.")
-        self._schedule = (
-            SCHEDULES[check_name("schedule", schedule, SCHEDULES)] if isinstance(schedule, str) else schedule
-        )
-        self._start, self._end = start, end
-        self._limits: dict[str, Any] = {"scope": check_name("scope", scope, ("global", "layer"))}
-        self._limits |= {"cap": cap, "minimum": minimum}
-        self._model, self._optimizer = model, optimizer
+        self.schedule = schedule
+        self.kept: Mapping[str, Tensor] | None = None
+        self._model, self._optimizer, self._learner = model, optimizer, learner
+        self._criterion = schedule.criterion or ("magnitude" if learner is None else "opd")
+        self._waits = "posterior" in needs(self._criterion)
+        if self._waits and learner is None:
+            raise ValueError(
+                f'criterion {self._criterion!r} needs a posterior while the network trains, which only method="spam" '
+                'learns; use criterion="magnitude" here.'
+            )
+        self._selector = schedule.selector(model)
         self._hold: Hold | None = None
+        self._steps_since = self._seen = 0
+        self._reached = False
 
     @property
     def masks(self) -> Masks | None:
         """The masks in force; ``None`` before the first update."""
         return self._hold.masks if self._hold is not None else None
-
-    def sparsity_at(self, progress: float) -> float:
-        """The sparsity that the schedule asks for when this share of training has passed."""
-        if not 0 <= progress <= 1:
-            raise ValueError(f"progress is the share of training that has passed, in [0, 1], not {progress!r}.")
-        passed = (progress - self._start) / (self._end - self._start)
-        return self.target * self._schedule(min(1.0, max(0.0, passed)))
 
     def update(self, scores: Mapping[str, Tensor], progress: float) -> Pruned:
         """Prune up to what the schedule asks for at ``progress``; never less than before.
@@ -95,25 +227,22 @@ class OnlinePruner:
         Raises:
             ValueError: Scores or progress are not usable; the masks in force stay.
         """
-        check_fit(self._model, scores)
-        requested = self.sparsity_at(progress)
-        old = self.masks
-        if old is not None:
-            if set(old) != set(scores):
-                raise ValueError("the scores are for other parameters than those of the earlier updates.")
-            scores = {n: s.masked_fill(~old[n].to(s.device), -float("inf")) for n, s in scores.items()}
-        ranking = Ranking(scores, **self._limits)
-        if round(self.target * ranking.total) > round(ranking.limit * ranking.total):
-            raise ValueError(
-                f"the target of {self.target:g} is out of reach: with the cap and the minimum in each layer at most "
-                f"{ranking.limit:.6g} can be removed."
-            )
-        fallen = old.total - old.kept if old is not None else 0
-        masks = ranking.removing(max(fallen, round(requested * ranking.total)))
-        if old is not None:
-            masks = masks & old
-        self._set(masks)
-        return report(requested, masks)
+        requested = self.schedule.sparsity_at(progress)
+        kept = self._selector.select(scores, requested, self.schedule.sparsity, self.kept)
+        self._set(kept)
+        return report(requested, self._selector.masks(kept))
+
+    def after_step(self, progress: float) -> None:
+        """To be called after each step, with the share of training that has passed; cuts when it is time."""
+        self._steps_since += 1
+        due = self._steps_since >= self.schedule.every or progress >= self.schedule.end or self._updated()
+        if progress > self.schedule.start and due:
+            self._cut(progress)
+
+    def after_epoch(self, progress: float) -> None:
+        """To be called after each epoch, when δ may have been updated; after the last, the target is reached."""
+        if progress >= 1 or (progress > self.schedule.start and self._updated()):
+            self._cut(progress)
 
     def release(self) -> None:
         """Let go of the masks; the zeros are then ordinary weights."""
@@ -121,16 +250,34 @@ class OnlinePruner:
             self._hold.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks in force, for a checkpoint."""
-        return {"masks": dict(self.masks) if self.masks is not None else None}
+        """What stays, and counters, for a checkpoint."""
+        counters = {"steps_since": self._steps_since, "seen": self._seen, "reached": self._reached}
+        return counters | {"kept": None if self.kept is None else dict(self.kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the masks of :meth:`state_dict` in force."""
-        if state["masks"] is not None:
-            self._set(Masks(state["masks"]))
+        """Take :meth:`state_dict` back, and put its masks in force."""
+        self._steps_since, self._seen, self._reached = state["steps_since"], state["seen"], state["reached"]
+        if state["kept"] is not None:
+            self._set(state["kept"])
 
-    def _set(self, masks: Masks) -> None:
+    def _updated(self) -> bool:
+        """Whether δ was updated since the last cut."""
+        return self._learner is not None and self._learner.updates > self._seen
+
+    def _cut(self, progress: float) -> None:
+        learner = self._learner
+        if self._reached or (self._waits and progress < 1 and learner is not None and not learner.updates):
+            return
+        posterior = learner.posterior if self._waits and learner is not None else None
+        self.update(self._selector.scores(self._criterion, posterior), progress)
+        self._steps_since = 0
+        self._seen = learner.updates if learner is not None else 0
+        self._reached = progress >= self.schedule.end
+
+    def _set(self, kept: Mapping[str, Tensor]) -> None:
+        masks = self._selector.masks(kept)
         if self._hold is None:
             self._hold = masks.hold(self._model, self._optimizer)
         else:
             self._hold.update(masks)
+        self.kept = kept

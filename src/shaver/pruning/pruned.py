@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shaver.batches import Forward, Targets
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.rules import input_dim
-from shaver.pruning.automatic import DEFAULT_NATS, evidence_gain, loss_rise, removed_sum, unpaid
+from shaver.pruning.automatic import DEFAULT_NATS, Worth, weigh
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
 from shaver.pruning.search import Quality, accuracy_on, highest_sparsity
@@ -119,68 +119,59 @@ def prune(
         model: The network; its weights are changed in place.
         scores: From :func:`shaver.score`. With ``"auto"`` they only say which parameters may be pruned (``None``: all
             prunable ones), for there the evidence ranks the weights.
-        sparsity: The share of the scored weights to remove, in [0, 1); ``"auto"`` removes what the evidence does not
-            pay for and needs ``posterior``; with ``max_drop`` the highest share to try (default: no limit).
+        sparsity: The share of the scored weights to remove, in [0, 1); ``"auto"`` removes weights that bring too
+            little evidence and needs ``posterior``; with ``max_drop`` the highest share to try (default: no limit).
         scope: ``"global"`` ranks all weights together, ``"layer"`` takes the same share of each parameter, ``"2:4"``
             (or another N:M) keeps N of each M weights in a row along the input dimension and needs no ``sparsity``.
         cap: No parameter loses more than this share; the rest is removed elsewhere (under ``"auto"``, kept).
-        minimum: Each parameter keeps at least so many weights.
+        minimum: Each parameter keeps at least this many weights.
         posterior: For ``"auto"``; with it every report says what the removal does to evidence and loss.
-        nats: Under ``"auto"`` a weight is kept if it brings at least so much evidence.
-        budget: Under ``"auto"`` the expected rise of the loss may reach so much of ½Σγ, the posterior's own. None: a
-            quarter of it, and no more than 0.02 nats for each sample.
+        nats: Under ``"auto"`` a weight is kept if it brings at least this much evidence.
+        budget: Under ``"auto"`` the expected rise of the loss may reach this share of ½Σγ, the posterior's own. None:
+            a quarter of it, and no more than 0.02 nats per sample.
         valid: Validation batches, whose accuracy is measured, or ``quality(model) -> float``, higher is better.
-        max_drop: Find the highest sparsity that loses at most so much of it (0.01 is one point of accuracy).
+        max_drop: Find the highest sparsity that loses at most this much of it (0.01 is one point of accuracy).
         forward: ``forward(model, batch)`` for validation batches of another layout.
         targets: ``targets(batch)`` for them.
 
     Raises:
         ValueError: An option is out of range or missing, or scores do not fit the model or are NaN.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prune takes a torch.nn.Module, not a {type(model).__name__}.")
     if scores is not None:
         check_fit(model, scores)
     names = list(scores if scores is not None else prunable(model))
-    pattern = re.fullmatch(r"(\d+):(\d+)", scope)
-    if pattern is None and scope not in ("global", "layer"):
-        raise ValueError(f"unknown scope {scope!r}. Valid: 'global', 'layer', or N:M such as '2:4'.")
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no prunable weights.")
     if (valid is None) != (max_drop is None):
         raise ValueError("max_drop needs validation data, valid=…, and valid is only used with max_drop=….")
-    before = after = None
+    if scope not in ("global", "layer") and _pattern(scope) is None:
+        raise ValueError(f"unknown scope {scope!r}. Valid: 'global', 'layer', or N:M such as '2:4'.")
+    worth = None if posterior is None else weigh(model, posterior, names)
+    limits = Limits(scope, cap, minimum)
+    measured: dict[str, float] = {}
     requested: float | str
-    if pattern is not None:
-        masks = _pattern_masks(model, scores, sparsity, (int(pattern[1]), int(pattern[2])), (cap, minimum), max_drop)
-        requested = scope
+    if (pattern := _pattern(scope)) is not None:
+        requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, pattern, limits, max_drop)
     elif max_drop is not None and valid is not None:
-        if sparsity == "auto":
-            raise ValueError('sparsity="auto" needs no validation data; leave out max_drop, or give a share.')
-        limit = check_sparsity(sparsity) if sparsity is not None else 1.0
-        ranking = Ranking(_given(scores), scope=scope, cap=cap, minimum=minimum)
         quality = valid if callable(valid) else accuracy_on(valid, forward, targets)
-        masks, before, after = highest_sparsity(model, ranking, quality, max_drop=max_drop, limit=limit)
+        masks, measured = _masks_within_drop(model, _given(scores), sparsity, limits, quality, max_drop)
         requested = f"a drop of at most {max_drop:g}"
     elif sparsity == "auto":
-        masks = _automatic_masks(model, posterior, names, scope, (cap, minimum), (nats, budget))
-        requested = "auto"
-        if gone := [name for name, mask in masks.items() if not bool(mask.any())]:
-            warnings.warn(
-                f'sparsity="auto" removes all of {", ".join(gone)}: nothing passes any more, unless around it. Was δ '
-                'learned (method="spam"), and long enough? max_drop= finds a sparsity by validation data.',
-                stacklevel=2,
-            )
+        requested, masks = "auto", _automatic_masks(worth, limits, nats, budget)
+    elif sparsity is None:
+        raise ValueError('say how much to remove: sparsity=0.95, sparsity="auto", scope="2:4" or max_drop=….')
     else:
-        if sparsity is None:
-            raise ValueError('say how much to remove: sparsity=0.95, sparsity="auto", scope="2:4" or max_drop=….')
         requested = check_sparsity(sparsity)
-        masks = Ranking(_given(scores), scope=scope, cap=cap, minimum=minimum).at(requested)
-    change = rise = None
-    if posterior is not None:
-        change = -removed_sum(evidence_gain(model, posterior, names), masks)
-        rise = removed_sum(loss_rise(model, posterior, names), masks)
+        masks = limits.ranking(_given(scores)).at(requested)
+    if worth is not None:
+        measured |= worth.of_removal(masks)
     masks.apply_(model)
-    return report(requested, masks, evidence_change=change, loss_rise=rise, quality_before=before, quality_after=after)
+    return report(requested, masks, **measured)
 
 
-def report(requested: float | str, masks: Masks, **measured: float | None) -> Pruned:
+def report(requested: float | str, masks: Masks, **measured: float) -> Pruned:
     """The report on masks: a row for each parameter, and what was measured."""
     layers = tuple(PrunedLayer(n, tuple(m.shape), m.numel(), int(m.sum())) for n, m in masks.items())
     return Pruned(requested, masks, layers, **measured)
@@ -211,14 +202,38 @@ def check_fit(model: nn.Module, scores: Mapping[str, Tensor]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How far pruning may go: over all weights or layer by layer, and what each layer keeps."""
+
+    scope: str
+    cap: float
+    minimum: int
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether a layer is protected."""
+        return (self.cap, self.minimum) != (1.0, 0)
+
+    def ranking(self, scores: Mapping[str, Tensor]) -> Ranking:
+        """The order of removal within these limits."""
+        return Ranking(scores, scope=self.scope, cap=self.cap, minimum=self.minimum)
+
+
+def _pattern(scope: object) -> tuple[int, int] | None:
+    found = re.fullmatch(r"(\d+):(\d+)", scope) if isinstance(scope, str) else None
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def _pattern_masks(
     model: nn.Module,
-    scores: Mapping[str, Tensor] | None,
+    scores: Mapping[str, Tensor],
     sparsity: float | str | None,
     pattern: tuple[int, int],
-    limits: tuple[float, int],
+    limits: Limits,
     max_drop: float | None,
 ) -> Masks:
+    """N of each M weights in a row."""
     kept, of = pattern
     if not 0 < kept < of:
         raise ValueError(f"scope '{kept}:{of}' must keep fewer than it looks at, and at least one, as '2:4' does.")
@@ -226,28 +241,42 @@ def _pattern_masks(
         raise ValueError(
             f"scope '{kept}:{of}' fixes the sparsity at {1 - kept / of:g}; leave out sparsity={sparsity!r}."
         )
-    if limits != (1.0, 0) or max_drop is not None:
+    if limits.per_layer or max_drop is not None:
         raise ValueError(f"scope '{kept}:{of}' leaves no choice: cap, minimum and max_drop do not go with it.")
-    chosen = _given(scores)
-    return n_of_m(chosen, kept, of, {name: input_dim(model, name) for name in chosen})
+    return n_of_m(scores, kept, of, {name: input_dim(model, name) for name in scores})
 
 
-def _automatic_masks(
+def _masks_within_drop(
     model: nn.Module,
-    posterior: PosteriorLike | None,
-    names: list[str],
-    scope: str,
-    limits: tuple[float, int],
-    price: tuple[float, float | None],
-) -> Masks:
-    if posterior is None:
+    scores: Mapping[str, Tensor],
+    sparsity: float | str | None,
+    limits: Limits,
+    quality: Quality,
+    max_drop: float,
+) -> tuple[Masks, dict[str, float]]:
+    """The most that a tolerated drop of the quality allows, and the quality before and after."""
+    if sparsity == "auto":
+        raise ValueError('sparsity="auto" needs no validation data; leave out max_drop, or give a share.')
+    limit = check_sparsity(sparsity) if sparsity is not None else 1.0
+    masks, before, after = highest_sparsity(model, limits.ranking(scores), quality, max_drop=max_drop, limit=limit)
+    return masks, {"quality_before": before, "quality_after": after}
+
+
+def _automatic_masks(worth: Worth | None, limits: Limits, nats: float, budget: float | None) -> Masks:
+    """What the evidence pays for, and the best of each layer that the limits protect."""
+    if worth is None:
         raise ValueError('sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).')
-    if scope != "global":
-        raise ValueError(f'sparsity="auto" judges each weight by itself; scope={scope!r} does not go with it.')
-    masks = unpaid(model, posterior, names, *price)
-    cap, minimum = limits
-    if limits != (1.0, 0):
-        for name, gain in evidence_gain(model, posterior, names).items():  # the best of each layer that they protect
-            ranking = Ranking({name: gain}, cap=cap, minimum=minimum)
+    if limits.scope != "global":
+        raise ValueError(f'sparsity="auto" judges each weight by itself; scope={limits.scope!r} does not go with it.')
+    masks = worth.kept(nats, budget)
+    if limits.per_layer:
+        for name, gain in worth.gains.items():
+            ranking = limits.ranking({name: gain})
             masks[name] = masks[name] | ranking.removing(round(ranking.limit * ranking.total))[name]
+    if empty := [name for name, mask in masks.items() if not bool(mask.any())]:
+        warnings.warn(
+            f'sparsity="auto" removes all of {", ".join(empty)}: nothing passes through it any more. Was δ learned '
+            '(method="spam"), and long enough? max_drop= finds a sparsity by validation data.',
+            stacklevel=3,
+        )
     return Masks(masks)

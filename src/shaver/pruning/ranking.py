@@ -9,22 +9,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shaver.criteria.order import lowest
+from shaver.naming import check_count
 from shaver.pruning.masks import Masks
 
 _Array = NDArray[np.floating]
 
 
 class Ranking:
-    """The order in which weights fall, ready to be cut at any sparsity.
+    """The order in which weights are removed, ready to be cut at any sparsity.
 
-    Weights with equal scores fall in the order of their position: earlier parameters first, then earlier entries. So
-    a mask at a higher sparsity keeps a subset of what one at a lower sparsity keeps.
+    Weights with equal scores are removed in the order of their position: earlier parameters first, then earlier
+    entries. So a mask at a higher sparsity keeps a subset of what one at a lower sparsity keeps.
 
     Args:
-        scores: A score tensor for each prunable parameter; the lowest fall first.
+        scores: A score tensor for each prunable parameter; the lowest are removed first.
         scope: ``"global"`` ranks all weights together; ``"layer"`` removes the same share of each parameter.
-        cap: No parameter loses more than this share of its weights; what it would lose beyond falls elsewhere.
-        minimum: Each parameter keeps at least so many weights (or all it has).
+        cap: No parameter loses more than this share of its weights; what it would lose beyond is removed elsewhere.
+        minimum: Each parameter keeps at least this many weights (or all it has).
 
     Raises:
         ValueError: A score is NaN, or an option is out of range.
@@ -119,7 +120,7 @@ def n_of_m(scores: Mapping[str, Tensor], kept: int, of: int, input_dims: Mapping
     """Keep the ``kept`` best of each ``of`` weights in a row along the input dimension, each layer by itself.
 
     The last group of a row may be shorter, r < ``of``; it keeps ⌈r · kept / of⌉. So a kernel with one input channel
-    stays as it is. Ties fall in the order of position.
+    stays as it is. Ties are broken by position.
     """
     check_scores(scores)
     masks = {}
@@ -151,6 +152,9 @@ def check_sparsity(sparsity: object) -> float:
 
 def check_scores(scores: Mapping[str, Tensor]) -> None:
     """Raise ``ValueError`` for no scores at all, and for NaN, with the parameter's name."""
+    for name, values in scores.items():
+        if not isinstance(values, Tensor):
+            raise TypeError(f"the scores of {name!r} are a {type(values).__name__}, not a tensor.")
     if not scores or not any(values.numel() for values in scores.values()):
         raise ValueError("there are no scores: nothing to prune.")
     for name, values in scores.items():
@@ -191,11 +195,12 @@ def _cut(pool: _Array, order: _Array, count: int) -> NDArray[np.bool_]:
 
 
 def _protected(size: int, cap: float, minimum: int) -> int:
-    if not 0 < cap <= 1:
+    if not isinstance(cap, int | float) or not 0 < cap <= 1:
         raise ValueError(f"cap is the largest share a layer may lose, in (0, 1], not {cap!r}.")
-    if minimum < 0 or int(minimum) != minimum:
-        raise ValueError(f"minimum is how many weights each layer keeps, a whole number from 0, not {minimum!r}.")
-    return min(size, max(int(minimum), math.ceil((1 - cap) * size - 1e-9)))
+    return min(
+        size,
+        max(check_count("minimum, how many weights each layer keeps,", minimum, 0), math.ceil((1 - cap) * size - 1e-9)),
+    )
 
 
 def _unprotected(layers: list[_Array], protected: list[int]) -> NDArray[np.intp]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from shaver.batches import Forward, Targets, forward_of, targets_of
 from shaver.measure.evaluating import evaluating
+from shaver.naming import check_number
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking
 
@@ -60,8 +61,7 @@ def highest_sparsity(
     Returns:
         The masks, the quality before and the quality with them.
     """
-    if not max_drop >= 0:
-        raise ValueError(f"max_drop is how much quality may be lost, from 0, not {max_drop!r}.")
+    check_number("max_drop, how much quality may be lost,", max_drop, least=0)
     total = ranking.total
     before = quality(model)
     best, best_quality = ranking.removing(0), before

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shaver.batches import Forward
 from shaver.curvature.capture import undisturbed
 from shaver.measure.example import Example, call
-from shaver.pruning.hold import Hold
+from shaver.pruning.masks import Hold
 from shaver.selection import take
 from shaver.structure.folded_bias import folded_biases, readers_of, recording
 from shaver.structure.groups import Groups, Kept, mask_units, remaining, tensors_of

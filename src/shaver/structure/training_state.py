@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from shaver.pruning.hold import Hold
-from shaver.pruning.masks import Masks
+from shaver.pruning.masks import Hold, Masks
 from shaver.selection import Dims, Selection, take
 from shaver.structure.record import RemovalRecord
 

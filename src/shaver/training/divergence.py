@@ -1,10 +1,13 @@
-"""When training blows up: stop at once, and say what was not finite and where."""
+"""When training fails: numbers that are not finite stop it at once, and a network that has died is noticed."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+#: How many outputs per sample are compared.
+_COMPARED = 4096
 
 
 class Diverged(RuntimeError):
@@ -21,17 +24,17 @@ class Diverged(RuntimeError):
         self.epoch, self.step, self.culprit = epoch, step, culprit
 
 
-def explain_loss(model: nn.Module, batch: Any, outputs: Tensor, loss: float) -> str:
+def explain_loss(model: nn.Module, batch: Any, outputs: Tensor, loss: float, what: str = "the loss") -> str:
     """Say why the loss of a batch is not finite: the data, a parameter, or the outputs."""
     if found := _first_bad(_tensors(batch)):
-        return f"the loss is {loss} because the batch itself has values that are not finite ({found})"
+        return f"{what} is {loss} because the batch itself has values that are not finite ({found})"
     if found := _first_bad(model.named_parameters()):
-        return f"the loss is {loss} because parameter {found}"
+        return f"{what} is {loss} because parameter {found}"
     if found := _first_bad(model.named_buffers()):
-        return f"the loss is {loss} because buffer {found}"
+        return f"{what} is {loss} because buffer {found}"
     if found := _first_bad([("outputs", outputs)]):
-        return f"the loss is {loss} although data and parameters are finite: the network's {found}"
-    return f"the loss is {loss} although data, parameters and outputs are finite"
+        return f"{what} is {loss} although data and parameters are finite: the network's {found}"
+    return f"{what} is {loss} although data, parameters and outputs are finite"
 
 
 def explain_gradient(model: nn.Module) -> str | None:
@@ -61,3 +64,16 @@ def _tensors(batch: Any) -> Iterable[tuple[str, Tensor]]:
         batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple | list) else []
     )
     return [(str(key), value) for key, value in entries if isinstance(value, Tensor)]
+
+
+def ignores_input(outputs: Tensor) -> bool:
+    """Whether all samples of a batch have the same outputs: the units between input and output have died.
+
+    The loss is then at chance, and only biases learn. Of large outputs some entries are compared.
+    """
+    if len(outputs) < 2 or not outputs.is_floating_point():
+        return False
+    rows = outputs.detach().flatten(1)
+    rows = rows[:, :: -(-rows.shape[1] // _COMPARED)]
+    tolerance = 0.0 if rows.element_size() < 4 else 8 * torch.finfo(rows.dtype).eps  # rounding by place in the batch
+    return float((rows - rows[:1]).abs().max()) <= tolerance * float(rows.abs().max())

@@ -1,30 +1,24 @@
 """``fit``: MAP, L1 and SpaM training as one call."""
 
 import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from shaver.batches import Forward, Targets, forward_of, targets_of
+from shaver.batches import check_network
 from shaver.files import checkpoints
-from shaver.likelihoods import Likelihood, get_likelihood
-from shaver.naming import check_name
-from shaver.training.history import History, Logger
-from shaver.training.holding import check_masks, fingerprint
-from shaver.training.optimizers import OptimizerLike
-from shaver.training.options import Options
+from shaver.naming import check_count, check_name, check_number
+from shaver.pruning import Masks, Schedule
+from shaver.training.history import History
+from shaver.training.options import Options, options_with
 from shaver.training.progress import Progress
 from shaver.training.randomness import own_randomness
 from shaver.training.run import Run
 from shaver.training.sources import open_source
 from shaver.training.spreading import refuse_wrapped
-
-if TYPE_CHECKING:
-    from shaver.pruning import Masks, Online
-    from shaver.structure import Gradual
 
 METHODS = ("spam", "map", "l1")
 
@@ -36,22 +30,15 @@ def fit(
     *,
     method: str = "spam",
     epochs: int = 30,
-    optimizer: OptimizerLike = "sgd",
     lr: float | None = None,
     batch_size: int = 128,
-    likelihood: str | Likelihood = "classification",
-    l1: float = 1e-4,
     spam: Mapping[str, Any] | None = None,
-    masks: "Masks | None" = None,
-    online: "Online | Gradual | None" = None,
+    masks: Masks | None = None,
+    online: Schedule | None = None,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
-    resume: bool = True,
-    progress: bool = False,
-    logger: Logger | str | None = None,
-    forward: Forward = forward_of,
-    targets: Targets = targets_of,
     options: Options | None = None,
+    **more: Any,
 ) -> History:
     """Train a network in place; with a ``folder``, a killed run continues where it was, to the same numbers.
 
@@ -72,77 +59,57 @@ def fit(
         valid: The same for validation: its loss and accuracy are recorded, nothing is chosen by them.
         method: ``"spam"``, ``"map"`` or ``"l1"``.
         epochs: Passes over the training data.
-        optimizer: ``"sgd"`` (momentum 0.9), ``"adam"``, ``"adamw"``, a function of the parameters, or an optimizer.
         lr: Learning rate of a named optimizer; ``None`` is 0.05 for SGD and 0.001 for Adam.
         batch_size: For data that make their own batches.
-        likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
-        l1: λ, for ``"l1"`` alone; :func:`shaver.training.search_l1` looks for it.
         spam: Further arguments of :class:`shaver.SpaM`, such as ``{"prior": "unit"}``.
         masks: Hold these zeros, momentum and weight decay included: fine-tuning of what :func:`shaver.prune` left.
         online: Prune while training, along a schedule: ``shaver.pruning.Online(0.99)`` weights, or
             ``shaver.structure.Gradual(0.8, example=x)`` whole units, with the unit prior unless ``spam`` names one.
         seed: Of everything random in training. The user's own random numbers are not disturbed.
         folder: Where checkpoints, ``history.csv`` and, at the end of SpaM, the posterior go. ``None`` keeps nothing.
-        resume: Continue from the newest checkpoint in ``folder``; ``False`` removes what is there.
-        progress: Show a bar.
-        logger: Gets every row as ``log(row, epoch)``; ``"tensorboard"`` writes into ``folder/tensorboard``.
-        forward: ``forward(model, batch)``, for batches that are neither tuples nor dicts.
-        targets: ``targets(batch)``, likewise.
-        options: Schedule, weight decay, clipping, accumulation, mixed precision, early stopping.
+            A checkpoint is continued if settings, data and initial weights are those of the run that wrote it.
+        options: Optimizer, likelihood, schedule, weight decay, clipping, mixed precision, progress bar, logger, …
+        **more: Any of the :class:`~shaver.training.Options` by name, such as ``optimizer="adam"``,
+            ``likelihood="regression"`` or ``progress=False``.
 
     Returns:
-        One row an epoch, and the posterior if the method is SpaM.
+        One row per epoch, and the posterior if the method is SpaM.
 
     Raises:
         Diverged: A number stopped being finite; the last good checkpoint is left in ``folder``.
         ValueError: Settings that do not go together, or a checkpoint of another run in ``folder``.
+
+    Warns:
+        UserWarning: The network ended with the same outputs for every sample; ``history.dead`` says so too.
     """
-    options = options or Options()
-    check_name("method", method, METHODS)
-    if epochs < 1:
-        raise ValueError(f"epochs must be 1 or more, not {epochs!r}.")
-    if method != "spam" and (spam or options.early_stopping):
-        raise ValueError(f'spam= and early_stopping are for method="spam"; this is method={method!r}.')
-    if method == "spam" and options.weight_decay:
-        raise ValueError(
-            f"SpaM's prior takes the place of weight decay, so weight_decay={options.weight_decay!r} does not go with "
-            'method="spam"; spam={"initial_precision": …} sets where the prior starts.'
-        )
+    options = options_with(options, more)
+    check_network(model, "fit")
     refuse_wrapped(model)
-    _check_pruning(model, masks, online, options)
-    if method == "spam":  # structured pruning has a prior of its own to prefer
-        spam = {**getattr(online, "spam_defaults", {}), **(spam or {})}
-    if not l1 >= 0:
-        raise ValueError(f"l1 must be zero or positive, not {l1!r}.")
-    if logger == "tensorboard" and folder is None:
+    settings = {
+        "method": check_name("method", method, METHODS),
+        "epochs": check_count("epochs", epochs),
+        "lr": None if lr is None else check_number("lr", lr, least=0, above=True),
+        "batch_size": check_count("batch_size", batch_size),
+        "seed": check_count("seed", seed, least=0),
+    }
+    _check_pruning(model, masks, online)
+    spam = _check_method(method, spam, online, options)
+    if options.logger == "tensorboard" and folder is None:
         raise ValueError('logger="tensorboard" needs a folder to write into.')
     modes = {module: module.training for module in model.modules()}
     with own_randomness(seed):
         train_source = open_source(train, "train", batch_size, shuffle=True, seed=seed)
         valid_source = None if valid is None else open_source(valid, "valid", batch_size, shuffle=False)
-        config = {
-            "method": method,
-            "epochs": epochs,
-            "optimizer": optimizer,
-            "lr": lr,
-            "batch_size": batch_size,
-            "likelihood": likelihood if isinstance(likelihood, str) else type(likelihood),
-            "l1": l1 if method == "l1" else None,
-            "spam": dict(spam or {}),
-            "masks": None if masks is None else fingerprint(masks),
-            "online": None if online is None else vars(online),
-            "seed": seed,
-            **asdict(options),
-            "data": f"{train_source.data_size} samples in {train_source.count} batches",
-            "network": {name: "×".join(map(str, p.shape)) or "scalar" for name, p in model.named_parameters()},
-        }
-        run = Run(model, train_source, valid_source, get_likelihood(likelihood), forward, targets, config, options)
+        run = Run(model, train_source, valid_source, settings, options)
         place = None if folder is None else Path(folder)
-        run.prepare(optimizer, lr, dict(spam or {}), masks if masks is not None else online, place, resume)
+        run.prepare(spam, masks, online, place)
+        shown = (None if options.logger is None else False) if options.progress is None else options.progress
         try:
             with (
-                Progress(method, epochs, train_source.count, run.epoch, shown=progress and run.spread.first) as bar,
-                run.sink(logger if run.spread.first else None) as sink,
+                Progress(
+                    method, epochs, train_source.count, run.epoch, shown=shown if run.spread.first else False
+                ) as bar,
+                run.sink() as sink,
             ):
                 while not run.finished:
                     row = run.train_epoch(bar)
@@ -152,24 +119,53 @@ def fit(
             for module, mode in modes.items():
                 module.training = mode
             run.release()
-    run.history.masks = None if run.pruning is None else run.pruning.masks
+    history = run.history
+    history.masks = run.masks
     if run.spam is not None:
-        run.history.posterior = run.spam.posterior
+        history.posterior = run.spam.posterior
         if place is not None and run.spread.first:
-            run.history.posterior.save(place / checkpoints.POSTERIOR)
+            history.posterior.save(place / checkpoints.POSTERIOR)
     run.spread.ranks.wait()  # what the first rank wrote is there for all
-    return run.history
+    if history.dead and run.spread.first:
+        warnings.warn(
+            f"after {len(history)} epochs the network gives every sample the same outputs: its units have died, and it "
+            "has learned nothing from its input. A smaller lr or clip=1.0 usually helps.",
+            stacklevel=2,
+        )
+    return history
 
 
-def _check_pruning(model: nn.Module, masks: object, online: object, options: Options) -> None:
+def _check_method(
+    method: str, spam: Mapping[str, Any] | None, online: Schedule | None, options: Options
+) -> dict[str, Any]:
+    """Refuse what does not go with the method; SpaM's options, those that suit what is removed included."""
+    if spam is not None and not isinstance(spam, Mapping):
+        raise TypeError(f'spam takes a dict of SpaM\'s options, such as {{"prior": "unit"}}, not {spam!r}.')
+    if method != "spam" and (spam or options.early_stopping):
+        raise ValueError(f'spam= and early_stopping are for method="spam"; this is method={method!r}.')
+    if method == "spam" and options.weight_decay:
+        raise ValueError(
+            f"SpaM's prior takes the place of weight decay, so weight_decay={options.weight_decay!r} does not go with "
+            'method="spam"; spam={"initial_precision": …} sets where the prior starts.'
+        )
+    if online is not None and options.early_stopping:
+        raise ValueError("online pruning reaches its target at a set time, so early_stopping does not go with it.")
+    defaults = online.spam_defaults if online is not None and method == "spam" else {}
+    return {**defaults, **(spam or {})}
+
+
+def _check_pruning(model: nn.Module, masks: object, online: object) -> None:
     """Refuse what cannot be, before anything is changed."""
     if masks is not None and online is not None:
         raise ValueError("masks= holds given masks and online= makes its own; give one of them.")
     if masks is not None:
-        check_masks(masks, model)
-    if online is not None and not hasattr(online, "begin"):
+        if not isinstance(masks, Masks):
+            raise TypeError(
+                f"masks= takes shaver.pruning.Masks, such as the masks of what shaver.prune returns, not a "
+                f"{type(masks).__name__}; shaver.pruning.Masks({{name: tensor}}) makes them of boolean tensors."
+            )
+        masks.parameters(model)
+    if online is not None and not isinstance(online, Schedule):
         raise TypeError(
-            f"online= takes shaver.pruning.Online(target, …) or shaver.structure.Gradual(…), not {online!r}."
+            f"online= takes shaver.pruning.Online(sparsity, …) or shaver.structure.Gradual(…), not {online!r}."
         )
-    if online is not None and options.early_stopping:
-        raise ValueError("online pruning reaches its target at a set time, so early_stopping does not go with it.")

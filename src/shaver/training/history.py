@@ -1,4 +1,4 @@
-"""What training looked like: one row an epoch, and where the rows go (a file, TensorBoard, a user's logger)."""
+"""What training looked like: one row per epoch, and where the rows go (a file, TensorBoard, a user's logger)."""
 
 import csv
 import io
@@ -21,7 +21,9 @@ class Logger(Protocol):
 
 
 class History(list[dict[str, Any]]):
-    """One dict an epoch: ``epoch``, ``loss``, ``lr``, ``seconds`` and, where they exist, validation and evidence.
+    """One dict per epoch: ``epoch``, ``loss``, ``lr``, ``seconds`` and, where they exist, validation and evidence.
+
+    A row has ``dead=True`` if the network gave every sample the same outputs at the end of the epoch.
 
     Example:
         >>> history = shaver.fit(model, train, valid, method="map", epochs=2)  # doctest: +SKIP
@@ -35,6 +37,11 @@ class History(list[dict[str, Any]]):
 
     posterior: "Posterior | None" = None
     masks: "Masks | None" = None
+
+    @property
+    def dead(self) -> bool:
+        """Whether the network ended without learning: its outputs do not depend on its input."""
+        return bool(self) and bool(self[-1].get("dead", False))
 
     def column(self, name: str) -> list[Any]:
         """One quantity over the epochs; ``None`` where an epoch did not have it."""
@@ -62,7 +69,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
 
     def log(self, row: dict[str, Any], step: int) -> None:
-        """One curve a column."""
+        """One curve per column."""
         for name, value in row.items():
             if name != "epoch":
                 self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]

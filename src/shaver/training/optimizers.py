@@ -38,8 +38,6 @@ def build_optimizer(
     if isinstance(optimizer, str):
         name = check_name("optimizer", optimizer, DEFAULT_LR)
         rate = DEFAULT_LR[name] if lr is None else lr
-        if not (rate > 0 and math.isfinite(rate)):
-            raise ValueError(f"lr must be positive and finite, not {lr!r}.")
         decay = weight_decay or 0.0
         if name == "sgd":
             return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=decay)

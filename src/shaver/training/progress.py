@@ -1,28 +1,39 @@
-"""A bar for the terminal: which epoch, how far, the loss, and the numbers of the last epoch."""
+"""A bar for the terminal: which epoch, how far, the loss, the numbers of the last epoch, and the time left."""
 
+import sys
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 
 class Progress:
-    """Does nothing unless ``shown``: the library is silent by default."""
+    """Shows a bar on standard error, or nothing.
 
-    def __init__(self, method: str, epochs: int, batches: int, done: int, *, shown: bool) -> None:
+    Args:
+        method: A label.
+        epochs: Epochs of the whole training.
+        batches: Batches per epoch.
+        done: Epochs that are complete already.
+        shown: Whether there is a bar; ``None``: if standard error is a terminal.
+    """
+
+    def __init__(self, method: str, epochs: int, batches: int, done: int, *, shown: bool | None) -> None:
         self._label, self._epochs, self._epoch = method, epochs, done
         self._last = ""
         self._bar: RichProgress | None = None
         self._task = TaskID(0)
-        if shown:
+        if sys.stderr.isatty() if shown is None else shown:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
             )
-            self._bar = RichProgress(*columns)
+            self._bar = RichProgress(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task(
                 self._describe(), total=epochs * batches, completed=done * batches, numbers=""
             )

@@ -2,27 +2,24 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import Forward, Targets, batch_size_of, forward_of, targets_of
+from shaver.batches import batch_size_of, forward_of, targets_of
 from shaver.files import checkpoints
-from shaver.likelihoods import Classification, Likelihood
-from shaver.naming import check_name
-from shaver.settings import Settings, settings_for
-from shaver.training import divergence
+from shaver.io import check_folder
+from shaver.likelihoods import Classification, get_likelihood
+from shaver.pruning import Hold, Masks, OnlinePruner, Schedule
+from shaver.training import divergence, identity
 from shaver.training.divergence import Diverged
 from shaver.training.history import History, Logger, TensorBoard
-from shaver.training.holding import Held
-from shaver.training.identity import check_same, describe
 from shaver.training.lasso import l1_norm, soft_threshold
-from shaver.training.optimizers import OptimizerLike, build_optimizer, scheduled_lr
+from shaver.training.optimizers import build_optimizer, scheduled_lr
 from shaver.training.options import AMP_TYPES, Options
 from shaver.training.progress import Progress
 from shaver.training.randomness import random_state, set_random_state
@@ -31,115 +28,132 @@ from shaver.training.spreading import Spread, join
 from shaver.zoo.network import Network
 
 if TYPE_CHECKING:
-    from shaver.pruning import Masks, Online
-    from shaver.pruning.in_training import OnlineRun
     from shaver.spam import SpaM
-    from shaver.structure import Gradual
 
 
 class Run:
-    """The state of a run and the rules that move it: a step, an epoch, a checkpoint."""
+    """The state of a run and the rules that move it: a step, an epoch, a checkpoint.
 
-    optimizer: torch.optim.Optimizer
-    scaler: "torch.amp.GradScaler | None"
-    spam: "SpaM | None"
-    pruning: "Held | OnlineRun | None"
-    base_lrs: list[float]
-    folder: Path | None
+    Args:
+        model: The network.
+        train: Training data.
+        valid: Validation data.
+        settings: The arguments of ``fit`` that change the numbers: method, epochs, lr, batch_size, seed.
+        options: Everything else about the training.
+    """
+
+    spam: "SpaM | None" = None
+    hold: Hold | None = None
+    pruner: OnlinePruner | None = None
+    folder: Path | None = None
 
     def __init__(
-        self,
-        model: nn.Module,
-        train: Source,
-        valid: Source | None,
-        likelihood: Likelihood,
-        forward: Forward,
-        targets: Targets,
-        config: dict[str, Any],
-        options: Options,
+        self, model: nn.Module, train: Source, valid: Source | None, settings: Mapping[str, Any], options: Options
     ) -> None:
-        self.model, self.train, self.valid, self.likelihood = model, train, valid, likelihood
-        self.forward, self.targets, self.options = forward, targets, options
-        self.config = describe(config)
-        self.method, self.epochs = str(config["method"]), int(config["epochs"])
-        self.l1, self.seed = float(config["l1"] or 0.0), int(config["seed"])
+        self.model, self.train, self.valid, self.settings, self.options = model, train, valid, settings, options
+        self.method, self.epochs, self.seed = settings["method"], settings["epochs"], settings["seed"]
+        self.likelihood = get_likelihood(options.likelihood)
+        self.l1 = options.l1 if self.method == "l1" else 0.0
+        decay = options.weight_decay
+        if decay is None and self.method == "map" and isinstance(options.optimizer, str):
+            decay = 1 / train.data_size
+        self.optimizer = build_optimizer(options.optimizer, model, settings["lr"], decay)
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(self.device.type) if options.amp == "float16" else None
         self.spread = Spread(join(self.device), model)
         self.steps_per_epoch = -(-train.count // options.accumulate)
         self.history, self.epoch, self.step, self.finished = History(), 0, 0, False
         self.plain_loss = options.accumulate == 1 and options.amp != "float16"  # a mean over the batch, not scaled
+        self.identity: dict[str, Any] = {}
         self._checked = False
+        self._outputs: Tensor | None = None
 
     def prepare(
-        self,
-        optimizer: OptimizerLike,
-        lr: float | None,
-        spam: dict[str, Any],
-        pruning: "Masks | Online | Gradual | None",
-        folder: Path | None,
-        resume: bool,
+        self, spam: Mapping[str, Any], masks: Masks | None, online: Schedule | None, folder: Path | None
     ) -> None:
-        """Make the optimizer, SpaM and what prunes, then take back a checkpoint if there is one."""
-        decay = self.options.weight_decay
-        if decay is None and self.method == "map" and isinstance(optimizer, str):
-            decay = 1 / self.train.data_size
-        self.optimizer = build_optimizer(optimizer, self.model, lr, decay)
-        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.scaler = torch.amp.GradScaler(self.device.type) if self.options.amp == "float16" else None
-        self.spam = self._attach_spam(spam) if self.method == "spam" else None
-        self.pruning, self.folder = None, folder
+        """Attach SpaM and what prunes, then take back a checkpoint if there is one."""
         try:
-            found = None if folder is None else self._open(folder, resume)
-            if pruning is not None:  # only now, for it changes weights
-                self.pruning = self._attach_pruning(pruning)
+            if self.method == "spam":
+                self._attach_spam(spam)
+            found = None
+            if folder is not None:
+                self.folder = folder
+                self.identity = self._identity(spam, masks, online)
+                found = self._open(folder)
+            if masks is not None:  # only now, because it changes weights
+                self.hold = masks.hold(self.model, self.optimizer)
+            elif online is not None:
+                self.pruner = OnlinePruner(self.model, self.optimizer, online, self.spam)
             if found is not None:
                 self._restore(found)
         except BaseException:
             self.release()
             raise
 
-    def _open(self, folder: Path, resume: bool) -> dict[str, Any] | None:
+    @property
+    def masks(self) -> Masks | None:
+        """The masks in force: those that are held, or those that the pruner has reached."""
+        holder = self.hold if self.hold is not None else self.pruner
+        return None if holder is None else holder.masks
+
+    def _identity(self, spam: Mapping[str, Any], masks: Masks | None, online: Schedule | None) -> dict[str, Any]:
+        """What the run is recognised by when it is continued."""
+        described: dict[str, Any] = identity.describe(
+            {
+                **self.settings,
+                "spam": dict(spam),
+                "online": None if online is None else vars(online),
+                **self.options.settled(),
+                "l1": self.l1 or None,
+            }
+        )
+        return described | {
+            "optimizer": identity.describe_optimizer(self.options.optimizer, self.optimizer),
+            "likelihood": identity.describe_likelihood(self.options.likelihood),
+            "noise": dict(self.likelihood.state()),
+            "masks": None if masks is None else f"{masks.kept} of {masks.total} weights, {identity.fingerprint(masks)}",
+            identity.DATA: self.train.description,
+            identity.VALID: None if self.valid is None else self.valid.description,
+            "network": identity.shapes_of(self.model),
+            identity.START: identity.fingerprint(self.model.state_dict()),
+        }
+
+    def _open(self, folder: Path) -> dict[str, Any] | None:
         """Make the folder ready; the newest state in it if there is one, and it belongs to this run."""
+        check_folder(folder)
         if self.spread.first:
             folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.clear(folder, checkpoints=not resume)
+            checkpoints.clear(folder, checkpoints=not self.options.resume)
         self.spread.ranks.wait()
         found = checkpoints.load_newest(folder)
         self.spread.check_same_epoch(0 if found is None else int(found[1]["epoch"]), folder)
         if found is None:
             return None
         path, state = found
-        check_same(path, state["config"], self.config)
+        asked = dict(self.identity)
+        if self.options.resume == "anyway":
+            asked |= {key: state["config"].get(key) for key in (identity.START, identity.DATA, identity.VALID)}
+        if asked[identity.START] == identity.fingerprint(state["model"]):
+            asked |= {key: state["config"].get(key) for key in (identity.START, "noise")}  # it is there already
+        identity.check_same(path, state["config"], asked)
+        self.identity = dict(state["config"])
         return state
 
-    def _attach_pruning(self, pruning: "Masks | Online | Gradual") -> "Held | OnlineRun":
-        if hasattr(pruning, "begin"):
-            return pruning.begin(self.model, self.optimizer, self.spam)
-        return Held(pruning, self.model, self.optimizer)
+    def _attach_spam(self, asked: Mapping[str, Any]) -> None:
+        from shaver.training.learner import attach_spam  # MAP and L1 need none of it
 
-    def _attach_spam(self, spam: dict[str, Any]) -> "SpaM":
-        from shaver.spam import SpaM  # MAP and L1 need none of it
-
-        steps = self.epochs * self.steps_per_epoch
-        own: dict[str, Any] = {"total_steps": steps, "seed": self.seed, "likelihood": self.likelihood}
-        own["group"] = self.spread.ranks.group
-        if clash := own.keys() & spam.keys():
-            raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
-        options = {name: value for name, value in spam.items() if name in {f.name for f in fields(Settings)}}
-        settings = settings_for(spam.get("structure", "diag"), spam.get("settings"), options)
-        if self.forward is not forward_of and "outputs" not in spam and settings.online:
-            from shaver.training.outputs import outputs_finder
-
-            batch = to_device(self.train.first(), self.device)
-            spam = {"outputs": outputs_finder(self.model, self.forward, batch)} | spam
-        if self.plain_loss:
-            spam = {"loss": "mean"} | spam
-        elif not isinstance(self.likelihood, Classification):
-            raise ValueError(
-                "with SpaM, accumulate and amp='float16' are for classification, where the scale of the loss can be "
-                "read off its gradient; use a larger batch_size or amp='bfloat16' for this likelihood."
-            )
-        return SpaM(self.model, self.train.data_size, **own, **spam)
+        total = self.epochs * self.steps_per_epoch
+        self.spam = attach_spam(
+            self.model,
+            asked,
+            {"total_steps": total, "seed": self.seed, "group": self.spread.ranks.group},
+            data_size=self.train.data_size,
+            likelihood=self.likelihood,
+            forward=self.options.forward,
+            first_batch=lambda: to_device(self.train.first(), self.device),
+            plain_loss=self.plain_loss,
+        )
 
     def train_epoch(self, bar: Progress) -> dict[str, Any]:
         """One pass over the data; then validation, evidence, the row and the checkpoint."""
@@ -159,8 +173,8 @@ class Run:
         if self.spam is not None:
             with self._naming_divergence():
                 self.spam.end_epoch(self._again(), **self._reading())
-        if self.pruning is not None:
-            self.pruning.after_epoch(min(1.0, (self.epoch + 1) / self.epochs))
+        if self.pruner is not None:
+            self.pruner.after_epoch(min(1.0, (self.epoch + 1) / self.epochs))
         if found := divergence.explain_parameters(self.model):
             raise self._diverged(found)
         row: dict[str, Any] = {"epoch": self.epoch + 1, "loss": total / seen, "lr": lr}
@@ -171,8 +185,10 @@ class Run:
         if self.spam is not None:
             with self._naming_divergence():
                 row |= self.spam.statistics()
-        if self.pruning is not None:
-            row["sparsity"] = self.pruning.masks.sparsity if self.pruning.masks is not None else 0.0
+        if self.hold is not None or self.pruner is not None:
+            row["sparsity"] = 0.0 if self.masks is None else self.masks.sparsity
+        if self._outputs is not None and divergence.ignores_input(self._outputs):
+            row["dead"] = True
         row["seconds"] = time.perf_counter() - began
         self.history.append(row)
         self.epoch += 1
@@ -203,8 +219,8 @@ class Run:
         for batch in group:
             batch = to_device(batch, self.device)
             with self._autocast():
-                outputs = self.forward(self.model, batch)
-                expected = self.targets(batch)
+                outputs = self.options.forward(self.model, batch)
+                expected = self.options.targets(batch)
                 if not self._checked:  # every batch of the first epoch; later ones cost nothing
                     self.likelihood.check(outputs, expected)
                 loss = self._loss(outputs, expected, size)
@@ -212,6 +228,7 @@ class Run:
             if not math.isfinite(value):
                 raise self._diverged(divergence.explain_loss(self.model, batch, outputs, value), ahead=1)
             total += value * size
+            self._outputs = outputs.detach() if len(outputs) > 1 else self._outputs
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return total
 
@@ -228,7 +245,8 @@ class Run:
 
     def _reading(self) -> dict[str, Any]:
         """The user's own functions, where there are any."""
-        given = {"forward": (self.forward, forward_of), "targets": (self.targets, targets_of)}
+        options = self.options
+        given = {"forward": (options.forward, forward_of), "targets": (options.targets, targets_of)}
         return {name: own for name, (own, usual) in given.items() if own is not usual}
 
     def _apply(self) -> None:
@@ -254,15 +272,16 @@ class Run:
             self.scaler.update()
         if self.l1:
             soft_threshold(self.optimizer, self.l1)
-        if self.pruning is not None:
-            self.pruning.after_step(min(1.0, self.step / (self.epochs * self.steps_per_epoch)))
+        if self.pruner is not None:
+            self.pruner.after_step(min(1.0, self.step / (self.epochs * self.steps_per_epoch)))
 
     def release(self) -> None:
         """Leave no gradients and no hooks behind, and give a user's own optimizer its learning rate back."""
         if self.spam is not None:
             self.spam.close()
-        if self.pruning is not None:
-            self.pruning.release()
+        for holder in (self.hold, self.pruner):
+            if holder is not None:
+                holder.release()
         self.optimizer.zero_grad(set_to_none=True)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base
@@ -281,8 +300,14 @@ class Run:
             if batch is None:
                 continue
             batch = to_device(batch, self.device)
-            outputs, expected = self.forward(self.model, batch), self.targets(batch)
-            loss += float(self.likelihood.nll(outputs, expected).sum())
+            outputs, expected = self.options.forward(self.model, batch), self.options.targets(batch)
+            if not self.history:  # every batch of the first validation
+                self.likelihood.check(outputs, expected)
+            batch_loss = float(self.likelihood.nll(outputs, expected).sum())
+            if not math.isfinite(batch_loss):
+                found = divergence.explain_loss(self.model, batch, outputs, batch_loss, "the validation loss")
+                raise self._diverged(found)
+            loss += batch_loss
             seen += batch_size_of(batch)
             if isinstance(self.likelihood, Classification):
                 counted = expected != self.likelihood.ignore_index
@@ -323,10 +348,10 @@ class Run:
         return torch.autocast(self.device.type, AMP_TYPES[self.options.amp])
 
     @contextmanager
-    def sink(self, logger: Logger | str | None) -> Iterator[Logger | None]:
-        """The user's logger, or a TensorBoard writer that is closed at the end."""
+    def sink(self) -> Iterator[Logger | None]:
+        """The user's logger, or a TensorBoard writer that is closed at the end; on the first rank alone."""
+        logger = self.options.logger if self.spread.first else None
         if isinstance(logger, str):
-            check_name("logger", logger, ["tensorboard"])
             assert self.folder is not None
             writer = TensorBoard(self.folder / "tensorboard", purge_step=self.epoch + 1)
             try:
@@ -338,7 +363,7 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "config": self.config,
+            "config": self.identity,
             "network": self.model.arguments if isinstance(self.model, Network) else None,
             "epoch": self.epoch,
             "step": self.step,
@@ -349,7 +374,7 @@ class Run:
             "base_lrs": self.base_lrs,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "spam": None if self.spam is None else self.spam.state_dict(),
-            "pruning": None if self.pruning is None else self.pruning.state_dict(),
+            "pruning": None if self.pruner is None else self.pruner.state_dict(),
             "likelihood": self.likelihood.state(),
             "random": random_state(),
             "generators": [generator.get_state() for generator in self.train.generators()],
@@ -365,8 +390,10 @@ class Run:
             self.scaler.load_state_dict(state["scaler"])
         if self.spam is not None:
             self.spam.load_state_dict(state["spam"])
-        if self.pruning is not None:
-            self.pruning.load_state_dict(state["pruning"])
+        if self.pruner is not None:
+            self.pruner.load_state_dict(state["pruning"])
+        if self.hold is not None:
+            self.hold.apply_()
         self.likelihood.load_state(state["likelihood"])
         set_random_state(state["random"])
         for generator, saved in zip(self.train.generators(), state["generators"], strict=True):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shaver.batches import batch_size_of
+from shaver.training.identity import fingerprint
 
 
 @dataclass
@@ -19,11 +20,18 @@ class Source:
         batches: The iterable itself.
         data_size: N, the number of samples of an epoch.
         count: The number of batches of an epoch.
+        origin: What the user gave.
     """
 
     batches: Iterable[Any]
     data_size: int
     count: int
+    origin: Any = None
+
+    @property
+    def description(self) -> str:
+        """The data in words that differ for other data."""
+        return f"{self.data_size} samples in {self.count} batches, contents {fingerprint(self.origin)}"
 
     def epoch(self, number: int) -> Iterable[Any]:
         """The batches of one epoch, in an order that depends on its number (or on the global generator)."""
@@ -73,7 +81,7 @@ def open_source(data: Any, role: str, batch_size: int, *, shuffle: bool, seed: i
     data_size, count = _count(batches)
     if not count or not data_size:
         raise ValueError(f"{role} is empty: it gave {count} batches with {data_size} samples.")
-    return Source(batches, data_size, count)
+    return Source(batches, data_size, count, data)
 
 
 def _count(batches: Iterable[Any]) -> tuple[int, int]:

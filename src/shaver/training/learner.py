@@ -1,0 +1,98 @@
+"""SpaM for a run of ``fit``: what ``fit`` tells it, and where the outputs are in what the model returns."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from shaver.batches import Forward, forward_of, outputs_in
+from shaver.curvature.capture import undisturbed
+from shaver.likelihoods import Classification, Likelihood
+from shaver.settings import Settings, settings_for
+from shaver.spam import SpaM
+
+_UNKNOWN = (
+    "SpaM cannot tell where the outputs are in what the model returns: forward= gives none of its tensors, or gives "
+    'others in training; pass spam={"outputs": lambda result: …} as well.'
+)
+
+
+def attach_spam(
+    model: nn.Module,
+    asked: Mapping[str, Any],
+    own: Mapping[str, Any],
+    *,
+    data_size: int,
+    likelihood: Likelihood,
+    forward: Forward,
+    first_batch: Callable[[], Any],
+    plain_loss: bool,
+) -> SpaM:
+    """SpaM on a network that ``fit`` trains.
+
+    Args:
+        model: The network.
+        asked: The user's options.
+        own: What ``fit`` sets itself.
+        data_size: Samples of an epoch.
+        likelihood: Of the outputs.
+        forward: The user's own forward function, or the usual one.
+        first_batch: Gives a batch to try ``forward`` on.
+        plain_loss: The loss is a mean over the samples of a batch, and not scaled.
+
+    Raises:
+        ValueError: An option belongs to ``fit``, is unknown, or the loss cannot be read.
+        TypeError: The outputs cannot be found in what the model returns.
+    """
+    if clash := own.keys() & asked.keys():
+        raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
+    options = {name: value for name, value in asked.items() if name in {f.name for f in fields(Settings)}}
+    settings = settings_for(asked.get("structure", "diag"), asked.get("settings"), options)
+    found: dict[str, Any] = {}
+    if forward is not forward_of and "outputs" not in asked and settings.online:
+        found["outputs"] = outputs_finder(model, forward, first_batch())
+    if plain_loss:
+        found["loss"] = "mean"
+    elif not isinstance(likelihood, Classification):
+        raise ValueError(
+            "with SpaM, accumulate and amp='float16' are for classification, where the scale of the loss can be read "
+            "off its gradient; use a larger batch_size or amp='bfloat16' for this likelihood."
+        )
+    return SpaM(model, data_size, likelihood=likelihood, **own, **(found | dict(asked)))
+
+
+def outputs_finder(model: nn.Module, forward: Forward, batch: Any) -> Callable[[Any], Tensor]:
+    """From what the model returns to what ``forward`` makes of it, found out on a batch.
+
+    Raises:
+        TypeError: The model returns no tensor, and ``forward`` none of those that it does.
+    """
+    results: list[Any] = []
+    handle = model.register_forward_hook(lambda module, args, result: results.append(result))
+    try:
+        with undisturbed(model), torch.no_grad():
+            outputs = forward(model, batch)
+    finally:
+        handle.remove()
+    result = results[-1] if results else None
+    leaves, shape = tree_flatten(result)
+    places = [i for i, leaf in enumerate(leaves) if leaf is outputs]
+    try:
+        found = outputs_in(result)
+    except TypeError as error:
+        if not places:
+            raise TypeError(_UNKNOWN) from error
+    else:
+        if found is outputs or not places:
+            return outputs_in
+
+    def pick(result: Any) -> Tensor:
+        leaves, now = tree_flatten(result)
+        if now != shape:
+            raise TypeError(_UNKNOWN)
+        return cast(Tensor, leaves[places[0]])
+
+    return pick
