@@ -4,9 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test lint format docs bench clean
+.PHONY: help demo test test-portable lint format docs bench clean
 help:            ## list the commands
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 16
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shaver needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 ...")'
@@ -30,6 +30,18 @@ demo: $(VENV)/.demo       ## train, prune and measure two small networks on embe
 test: $(VENV)/.dev        ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
+# The arithmetic of other processors: vector instructions of 2006 and of 2013, two threads, other random draws.
+PORTABLE := tests/curvature tests/evidence tests/priors tests/spam tests/training tests/files tests/integrations tests/test_likelihoods.py
+ifndef SHAVER_TEST_SEED
+SHAVER_TEST_SEED := $(shell od -An -N2 -tu2 /dev/urandom | tr -d ' ')
+endif
+test-portable: $(VENV)/.dev  ## numerics, training, files and integrations as other processors compute them
+	@echo "SSE4.1, one thread"
+	@ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 $(PORTABLE)
+	@echo "AVX2, two threads, other draws; to repeat them: make test-portable SHAVER_TEST_SEED=$(SHAVER_TEST_SEED)"
+	@ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
+	    SHAVER_TEST_SEED=$(SHAVER_TEST_SEED) $(BIN)/python -m pytest --numprocesses 2 $(PORTABLE)
+
 lint: $(VENV)/.dev        ## ruff, its formatter, and strict types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -42,6 +54,9 @@ format: $(VENV)/.dev      ## put the source into the house style
 docs: $(VENV)/.dev        ## build the documentation into docs/_build/html; a warning is an error
 	@OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
+
+bench: $(VENV)/.dev       ## the cost of one curvature estimate on LeNet, beside other libraries
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/curvature.py --nets lenet
 
 clean:           ## remove the environment and caches
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache docs/_build
