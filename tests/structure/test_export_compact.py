@@ -56,6 +56,33 @@ def test_onnx_in_onnxruntime_at_another_batch_size(tmp_path, name, capfd):
     assert_close(torch.from_numpy(found), outputs(model.eval(), inputs))
 
 
+def test_an_example_of_one_sample_leaves_the_batch_size_open(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, example = of("lenet")()
+    model, example = model.float(), example.float()
+    file = export_onnx(model, example[:1], tmp_path / "small.onnx")
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for inputs in (example, example[:1]):
+        found = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
+        assert_close(torch.from_numpy(found), outputs(model, inputs))
+
+
+def test_a_network_for_one_batch_size_is_refused_or_written_for_that_size(tmp_path):
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.reshape(1, 3))
+
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ValueError, match=r"One does not run on 2 samples .*dynamic_batch=False"):
+        export_onnx(One(), torch.randn(1, 3), tmp_path / "one.onnx")
+    assert export_onnx(One(), torch.randn(1, 3), tmp_path / "one.onnx", dynamic_batch=False).is_file()
+
+
 def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

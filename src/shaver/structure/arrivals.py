@@ -32,6 +32,8 @@ class Arrivals:
         self.probe = probe
         self.sources = [layer for layer in probe.order if layer.sort == "dense"]
         self.reach = {layer: probe.reach(layer) for layer in self.sources}
+        #: Layers whose outputs can change without the model failing; the others route or select.
+        self.free = [layer for layer, seen in self.reach.items() if not seen.failed]
         self.summed = self._sums()
 
     def tables(self, layers: list[Layer]) -> dict[Layer, Tensor]:
@@ -88,7 +90,9 @@ class Arrivals:
             # A norm or grouped convolution that follows only this layer would still send its shift.
             mute += [Change(axis, everything(size), "zero") for axis, size in self._behind(here & ~several)]
             quiet = probe.run(mute, real=True, keep=True)
-            others = [Change(other, everything(other.width), "sway") for other in self.sources if other is not layer]
+            if quiet.failed:
+                continue
+            others = [Change(other, everything(other.width), "sway") for other in self.free if other is not layer]
             moved = probe.turns([*mute, *others], reference=quiet, real=True).reached
             silenced |= here & ~moved
         return several & ~silenced
@@ -120,9 +124,11 @@ class Arrivals:
         for layer in self.sources:
             if layer.makes[0] in makes:
                 mute.append(Change(layer, makes[layer.makes[0]], "zero"))
-            else:
+            elif layer in self.free:
                 others.append(Change(layer, everything(layer.width), "sway"))
         quiet = self.probe.run(mute, real=True, keep=True)
+        if quiet.failed:
+            return [False] * len(groups)
         moved = self.probe.turns([*mute, *others], reference=quiet, batch=batch, real=True).reached
         return [
             not any(

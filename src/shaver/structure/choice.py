@@ -12,7 +12,7 @@ from shaver.measure.example import Example
 from shaver.naming import check_name
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity
 from shaver.structure.costs import TARGETS, Costs
-from shaver.structure.groups import Group, Groups, Kept
+from shaver.structure.groups import Group, Groups, Kept, check_groups
 
 SPREADS = ("uniform", "global")
 NORMALISATIONS = ("mean", "norm", "price", "none")
@@ -106,9 +106,8 @@ class Chooser:
     """
 
     def __init__(self, model: nn.Module, groups: Groups, how: ChoiceOptions, example: Example | None = None) -> None:
-        if not groups:
+        if not check_groups(groups, model):
             raise ValueError(f"{type(model).__name__} has no groups of units to choose from.")
-        groups.check(model)
         self._groups, self._how = groups, how
         self._costs = None if how.target == "units" else Costs(model, groups, how.target, example)
 
@@ -186,6 +185,8 @@ class Chooser:
         return count
 
     def _check(self, scores: Mapping[str, Tensor]) -> None:
+        if not isinstance(scores, Mapping):
+            raise TypeError(f"scores are a dict of one tensor per group, from score_units, not {scores!r}.")
         check_scores(scores)
         for name, group in self._groups.items():
             if name not in scores or scores[name].shape != (group.units,):

@@ -6,6 +6,7 @@ from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,7 +17,7 @@ from shaver.measure.example import Example
 from shaver.naming import check_name
 from shaver.pruning.ranking import check_sparsity
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser
-from shaver.structure.groups import Groups, kept_units
+from shaver.structure.groups import Groups, check_groups, kept_units
 from shaver.structure.inputs import check_example, check_network
 from shaver.structure.removal import remove_units
 from shaver.structure.scores import score_units
@@ -137,8 +138,7 @@ def compact_with_report(
     options = ChoiceOptions(target, spread, normalise, round_to, min_units)
     check_network(model)
     example = check_example(example, forward)
-    if groups is None:
-        groups = find_groups(model, example, forward=forward)
+    groups = find_groups(model, example, forward=forward) if groups is None else check_groups(groups, model)
     if masks is not None:
         choice = _masked(model, groups, masks)
     elif sparsity is None:
@@ -176,12 +176,14 @@ def _masked(model: nn.Module, groups: Groups, masks: Mapping[str, Tensor]) -> Ch
     Raises:
         ValueError: A mask has an unknown name or another shape than its parameter, or a group would lose every unit.
     """
+    if not isinstance(masks, Mapping):
+        raise TypeError(f"masks are a dict of one mask per parameter, by name, not {masks!r}.")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         shape = parameters[check_name("parameter in masks", name, parameters)].shape
-        if not isinstance(mask, Tensor) or mask.shape != shape:
-            given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"the mask of {name!r} must have the parameter's shape {tuple(shape)}, not {given}.")
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+            given = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+            raise ValueError(f"the mask of {name!r} takes truth values of shape {tuple(shape)}, not {given}.")
     kept = kept_units(groups, masks)
     empty = [name for name, keep in kept.items() if not bool(keep.any())]
     if empty:

@@ -62,10 +62,18 @@ class Costs:
         if self.target == "parameters":
             return parameters_left(self._model, self._groups, kept)
         assert self._example is not None
-        network = _smaller(self._model, self._groups, kept) if kept else self._model
-        if self.target == "flops":
-            return flops(network, self._example).dense
-        return latency(network, self._example, batch_size=samples_of(self._example), repeats=20, seconds=0.5).median
+        try:
+            network = _smaller(self._model, self._groups, kept) if kept else self._model
+            if self.target == "flops":
+                return flops(network, self._example).dense
+            samples = samples_of(self._example)
+            return latency(network, self._example, batch_size=samples, repeats=20, seconds=0.5).median
+        except Exception as error:  # whatever the user's network raises at these widths
+            widths = ", ".join(f"{name} {int(keep.sum())} of {len(keep)}" for name, keep in kept.items())
+            raise ValueError(
+                f"{self.target} cannot be measured on {type(self._model).__name__} at the widths {widths or 'it has'}: "
+                f"{error}"
+            ) from error
 
 
 def _smaller(model: nn.Module, groups: Groups, kept: Kept) -> nn.Module:

@@ -13,6 +13,7 @@ from shaver.structure.layers import Axis, Layer
 from shaver.structure.probe import everything
 
 OUTPUT = "it makes the model's output"
+ROUTES = "the model's code depends on its values (routing, selection)"
 RESIDUAL = "its outputs are added to those of other layers (a residual stream); residual=True includes these"
 TIED = "it shares a tensor, or a layer that reads it, with what may not be removed"
 
@@ -52,7 +53,9 @@ class Coupling:
     def _freeze(self, residual: bool) -> None:
         """Leave out the layers that make the output or a sum, and every layer that arrives where these do."""
         for layer, seen in self.reach.items():
-            if seen.output:
+            if seen.failed:
+                self._leave_out(layer, ROUTES)
+            elif seen.output:
                 self._leave_out(layer, OUTPUT)
             elif not residual and (seen.reached & self.arrivals.summed).any():
                 self._leave_out(layer, RESIDUAL)

@@ -1,4 +1,4 @@
-"""ONNX files: the network for other runtimes, written once the file has been seen to compute the same."""
+"""ONNX files for other runtimes, written only after the file was found to compute the same as the network."""
 
 import logging
 import os
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from shaver.batches import LABELS, outputs_in
 from shaver.curvature.capture import undisturbed
 from shaver.io import atomic_path
-from shaver.measure.example import Example, call
+from shaver.measure.example import Example, call, samples_of
+from shaver.structure.inputs import check_example, check_network, short
 
 #: The largest difference between the file's outputs and the network's, relative to the largest output.
 TOLERANCE = 1e-5
@@ -31,17 +32,18 @@ def export_onnx(
     dynamic_batch: bool = True,
     outputs: Callable[[Any], Tensor] | None = None,
 ) -> Path:
-    """Write a network as one ONNX file, in evaluation mode, and compare it with the network, in onnxruntime if present.
+    """Write a network as one ONNX file, in evaluation mode, and compare both in onnxruntime if that is installed.
 
     Example:
         >>> small = shaver.compact(model, example=x, criterion="magnitude", sparsity=0.5)
         >>> shaver.structure.export_onnx(small, x, "small.onnx")
 
     Args:
-        model: The network; left as it is. Of one that returns more than a tensor the file gives the ``logits``.
+        model: The network; left as it is. If it returns more than a tensor, the file gives its ``logits``.
         example: An input: a tensor, a tuple of positional or a dict of keyword arguments.
         path: The file; it appears, or replaces an older one, only when the comparison has passed.
-        dynamic_batch: The file takes batches of any size: the first dimension of every tensor in the example.
+        dynamic_batch: The file takes batches of any size, whatever the size of the example: the first dimension of
+            every tensor in it.
         outputs: From what the model returns to the tensor that the file gives, where that is neither a tensor nor has
             ``.logits``: ``outputs=lambda result: result[0]``.
 
@@ -55,13 +57,19 @@ def export_onnx(
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise ImportError(f'ONNX files need {", ".join(missing)}: pip install "shaver[onnx]".')
-    target = Path(path)
-    positional, named = _arguments(example)
+    if not isinstance(path, str | os.PathLike) or Path(path).is_dir():
+        raise ValueError(f"path must name a file, such as 'small.onnx', not {str(path)!r}.")
+    target, kind = Path(path), type(check_network(model)).__name__
+    example = check_example(example)
+    # The exporter takes a dimension of size 1 for a constant, so the network is traced with at least two samples.
+    traced = short(example, max(2, samples_of(example))) if dynamic_batch else example
+    inputs = [traced, short(traced, samples_of(traced) + 1)] if dynamic_batch else [traced]
     with undisturbed(model), torch.no_grad(), atomic_path(target) as temporary:
-        result = call(model, example)
+        results = [_result(model, batch, len(inputs) > 1) for batch in inputs]
         pick = outputs or _logits
-        plain = outputs is None and isinstance(result, Tensor)
-        expected = pick(result)
+        plain = outputs is None and isinstance(results[0], Tensor)
+        expected = [pick(result) for result in results]
+        positional, named = _arguments(traced)
         try:
             if plain:
                 _write(model, positional, named, temporary, dynamic_batch)
@@ -69,16 +77,32 @@ def export_onnx(
                 wrapped = _Outputs(model, pick, len(positional), list(named))
                 _write(wrapped, (*positional, *named.values()), {}, temporary, dynamic_batch)
         except Exception as error:
-            raise ValueError(f"{type(model).__name__} cannot be exported to ONNX: {_reason(error)}") from error
-        difference = 0.0
-        if find_spec("onnxruntime") is not None:
-            difference = _difference(expected, _run(temporary, [*positional, *named.values()]))
-        if not difference <= TOLERANCE:
-            raise ValueError(
-                f"the ONNX file of {type(model).__name__} differs from the network by {difference:.2g} of the largest "
-                f"output, more than {TOLERANCE:g}; {target} was not written."
-            )
+            raise ValueError(f"{kind} cannot be exported to ONNX: {_reason(error)}") from error
+        for batch, wanted in zip(inputs, expected, strict=True) if find_spec("onnxruntime") is not None else ():
+            try:
+                positional, named = _arguments(batch)
+                difference = _difference(wanted, _run(temporary, [*positional, *named.values()]))
+            except Exception as error:  # onnxruntime has error types of its own
+                raise ValueError(
+                    f"the ONNX file of {kind} does not run on {samples_of(batch)} samples: {_reason(error)} {target} "
+                    "was not written; dynamic_batch=False writes a file for the example's batch size alone."
+                ) from error
+            if not difference <= TOLERANCE:
+                raise ValueError(
+                    f"the ONNX file of {kind} differs from the network by {difference:.2g} of the largest output, more "
+                    f"than {TOLERANCE:g}; {target} was not written."
+                )
     return target
+
+
+def _result(model: nn.Module, batch: Example, dynamic: bool) -> Any:
+    try:
+        return call(model, batch)
+    except Exception as error:  # whatever the user's network raises
+        hint = "; dynamic_batch=False keeps the example's batch size" if dynamic else ""
+        raise ValueError(
+            f"{type(model).__name__} does not run on {samples_of(batch)} samples of the example: {_reason(error)}{hint}"
+        ) from error
 
 
 def _logits(result: Any) -> Tensor:
@@ -92,7 +116,7 @@ def _logits(result: Any) -> Tensor:
 
 
 class _Outputs(nn.Module):
-    """A network that returns its outputs and nothing else; all arguments are positional, as the exporter wants it."""
+    """A network that returns one tensor and takes positional arguments only, as the exporter requires."""
 
     def __init__(self, model: nn.Module, pick: Callable[[Any], Tensor], count: int, names: list[str]) -> None:
         super().__init__()
@@ -139,7 +163,7 @@ def _write(
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what is behind the exporter's own report, which has colours and advice in it."""
+    """The first line of the original error, without the exporter's colours and advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
@@ -148,7 +172,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """The exporter reports each of its stages, what it uses that is deprecated, and that torchvision is not there."""
+    """Silence the exporter: it prints its stages, deprecation warnings and that torchvision is missing."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -62,11 +62,18 @@ class Groups(Mapping[str, Group]):
 
     Attributes:
         left_out: Layers whose outputs are in no group, and why.
+        shapes: The shapes of the tensors in the groups; empty where the groups were written by hand.
     """
 
-    def __init__(self, groups: Mapping[str, Group], left_out: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        groups: Mapping[str, Group],
+        left_out: Mapping[str, str] | None = None,
+        shapes: Mapping[str, torch.Size] | None = None,
+    ) -> None:
         self._groups = dict(groups)
         self.left_out = dict(left_out or {})
+        self.shapes = dict(shapes or {})
 
     def __getitem__(self, name: str) -> Group:
         return self._groups[name]
@@ -91,12 +98,18 @@ class Groups(Mapping[str, Group]):
         return {name: torch.ones(group.units, dtype=torch.bool) for name, group in self.items()}
 
     def check(self, model: nn.Module) -> None:
-        """Check that every slice lies inside a tensor of the model.
+        """Check that the groups belong to the model: every slice lies inside a tensor of the shape that it had.
 
         Raises:
-            ValueError: The first slice that does not, by name.
+            ValueError: They belong to another network, or to this one before it was made smaller.
         """
         tensors = tensors_of(model)
+        for name, shape in self.shapes.items():
+            if name in tensors and tensors[name].shape != shape:
+                raise ValueError(
+                    f"the groups were found in a network whose {name!r} has shape {tuple(shape)}; in this "
+                    f"{type(model).__name__} it has shape {tuple(tensors[name].shape)}. Find them again."
+                )
         for name, group in self.items():
             for piece in group.slices:
                 if piece.tensor not in tensors:
@@ -118,6 +131,8 @@ class Groups(Mapping[str, Group]):
         Raises:
             ValueError: A group is unknown, or its values have another shape or type.
         """
+        if not isinstance(kept, Mapping):
+            raise TypeError(f"kept is a dict of truth values per unit, by group, not {kept!r}.")
         for name, keep in kept.items():
             units = self[check_name("group", name, self)].units
             if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != (units,):
@@ -125,6 +140,19 @@ class Groups(Mapping[str, Group]):
                     f"a {keep.dtype} tensor of shape {tuple(keep.shape)}" if isinstance(keep, Tensor) else repr(keep)
                 )
                 raise ValueError(f"kept[{name!r}] takes one truth value for each of its {units} units, not {given}.")
+
+
+def check_groups(groups: object, model: nn.Module) -> Groups:
+    """Groups that belong to a model.
+
+    Raises:
+        TypeError: They are something else.
+        ValueError: They belong to another network.
+    """
+    if not isinstance(groups, Groups):
+        raise TypeError(f"groups come from shaver.structure.find_groups(model, example), not {groups!r}.")
+    groups.check(model)
+    return groups
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

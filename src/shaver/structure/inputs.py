@@ -41,8 +41,15 @@ def check_example(example: object, forward: Forward | None = None) -> Any:
     """An example as the network is called with it; a mapping becomes a dict.
 
     Raises:
-        TypeError: It is neither a tensor, a tuple nor a mapping, and no ``forward`` says how to use it.
+        TypeError: It is neither a tensor, a tuple nor a mapping, and no ``forward`` says how to use it; or a tensor
+            in it is sparse or on the meta device.
     """
+    if forward is not None and not callable(forward):
+        raise TypeError(f"forward must be a function forward(model, batch), not {forward!r}.")
+    for value in _tensors(dict(example) if isinstance(example, Mapping) else example):
+        if value.layout != torch.strided or value.is_meta:
+            what = "on the meta device" if value.is_meta else "sparse"
+            raise TypeError(f"an example of shape {tuple(value.shape)} is {what}; pass ordinary tensors.")
     if isinstance(example, Mapping):
         return {key: value for key, value in example.items() if key != LABELS or forward is not None}
     if isinstance(example, Tensor | tuple) or (forward is not None and example is not None):

@@ -18,7 +18,7 @@ from shaver.measure.example import Example, call
 from shaver.pruning.masks import Hold
 from shaver.selection import take
 from shaver.structure.folded_bias import folded_biases, readers_of, recording
-from shaver.structure.groups import Groups, Kept, mask_units, remaining, tensors_of
+from shaver.structure.groups import Groups, Kept, check_groups, mask_units, remaining, tensors_of
 from shaver.structure.inputs import VariedInputs, check_example, check_network
 from shaver.structure.record import RemovalRecord, output_dim, resize, under_all_names
 from shaver.structure.training_state import TrainingState
@@ -101,12 +101,14 @@ def remove_units(
     """
     check_network(model)
     example = check_example(example, forward)
-    groups.check(model)
+    check_groups(groups, model)
     groups.check_kept(kept)
     for name, keep in kept.items():
         if not bool(keep.any()):
             raise ValueError(f"kept[{name!r}] keeps none of {groups[name].units} units; a layer needs at least one.")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    if not all(isinstance(one, Optimizer) for one in optimizers):
+        raise TypeError(f"optimizer takes one torch.optim.Optimizer or several, not {optimizer!r}.")
     if not in_place and (optimizers or spam is not None or hold is not None):
         raise ValueError("an optimizer, SpaM or held masks belong to the network itself: pass in_place=True with them.")
     kept = {name: keep for name, keep in kept.items() if not bool(keep.all())}
@@ -151,7 +153,10 @@ class _Trial:
             limit = self.limit(self.dtype)
             if small.difference <= limit or (self.dtype != torch.float64 and self.holds_in_double()):
                 return small
-            reason = f"its outputs differ by {small.difference:.2g} of the largest, more than {limit:.2g}"
+            reason = (
+                f"its outputs differ by {small.difference:.2g} of the largest, more than {limit:.2g}; a module that "
+                "keeps a width or a number of heads in an attribute needs shaver.structure.register_surgery"
+            )
         except (CompactionError, RuntimeError, IndexError, TypeError, ValueError) as error:
             reason = _first_line(error)
         name = type(self.model).__name__

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shaver.criteria import PosteriorLike, needs, prunable, score
 from shaver.pruning.ranking import Ranking
-from shaver.structure.groups import Group, Groups, Slice, mask_units
+from shaver.structure.groups import Group, Groups, Slice, check_groups, mask_units
 
 #: Criteria that can score only weights that multiply an input; biases and norms then do not count.
 _WEIGHTS_ALONE = ("wanda",)
@@ -82,7 +82,7 @@ def score_units(
         batches: For the criteria that need data.
         **options: Further arguments of :func:`shaver.score`: ``likelihood``, ``seed``, ``forward``, ``example`` …
     """
-    groups.check(model)
+    check_groups(groups, model)
     if criterion == "synflow":
         return synflow_units(model, groups, batches=batches, **options)
     owned = {piece.tensor for group in groups.values() for piece in group.slices}

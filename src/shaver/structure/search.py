@@ -61,11 +61,16 @@ def find_groups(
         RuntimeError: The example does not run through the model.
         TimeoutError: After ``seconds``.
     """
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ValueError(f"seconds must be a number from 0, not {seconds!r}.")
     wanted = {check_name("kind of group", kind, get_args(Kind)) for kind in kinds} if kinds is not None else None
-    run = forward or _forward
     check_network(model)
+    example = check_example(example, forward)
+    run = forward or _forward
     with evaluating(model):
-        batch = _accepted(model, run, check_example(example, forward))
+        batch = _accepted(model, run, example)
         drawn = VariedInputs(model, run, batch).draws(2) or [batch]
         with Probe(model, lambda given: run(model, given), drawn[0], seconds) as probe:
             arrivals = Arrivals(probe)
@@ -82,7 +87,8 @@ def find_groups(
     kept = {group.name: group for group in groups if wanted is None or group.kind in wanted}
     if not kept:
         raise ValueError(_nothing(model, left_out, wanted, groups))
-    return Groups(kept, left_out=left_out)
+    owned = {piece.tensor for group in kept.values() for piece in group.slices}
+    return Groups(kept, left_out, {name: probe.tensors[name].shape for name in sorted(owned)})
 
 
 def _forward(model: nn.Module, batch: Any) -> Tensor:
@@ -97,7 +103,9 @@ def _accepted(model: nn.Module, run: Forward, example: Any) -> Any:
     """
     for batch in (short(example), example):
         try:
-            run(model, batch)
+            outputs = run(model, batch)
+            if not isinstance(outputs, Tensor):
+                raise TypeError(f"forward returned a {type(outputs).__name__} instead of a tensor.")
         except Exception as error:  # whatever the user's model raises
             reason = error
         else:

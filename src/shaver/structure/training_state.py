@@ -48,8 +48,8 @@ class TrainingState:
         }
         for optimizer in optimizers:
             self._check(optimizer, {id(p) for p in parameters.values()})
-        if spam is not None and spam.model is not model:
-            raise ValueError("spam is attached to another network than the one that is made smaller.")
+        if spam is not None and getattr(spam, "model", None) is not model:
+            raise ValueError("spam is not the SpaM of the network that is made smaller.")
         if hold is not None and hold._model is not model:
             raise ValueError("the masks are held on another network than the one that is made smaller.")
 
