@@ -14,7 +14,7 @@ import shaver.criteria.random
 import shaver.criteria.snip
 import shaver.criteria.synflow
 import shaver.criteria.wanda  # noqa: F401
-from shaver.criteria.registry import Criterion, Given, PosteriorLike, criterion, get, names, needs, register
+from shaver.criteria.registry import Criterion, Given, PosteriorLike, Scores, criterion, get, names, needs, register
 from shaver.criteria.rules import Rule, prunable
 from shaver.criteria.scoring import score
 
@@ -23,6 +23,7 @@ __all__ = [
     "Given",
     "PosteriorLike",
     "Rule",
+    "Scores",
     "criterion",
     "get",
     "names",

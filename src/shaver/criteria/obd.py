@@ -6,7 +6,7 @@ from shaver.criteria.registry import Given, criterion
 from shaver.criteria.scoring import of_weight
 
 
-@criterion("obd", needs=["posterior"])
+@criterion("obd", needs=["posterior"], degree=2)
 def obd(given: Given) -> dict[str, Tensor]:
     """S_p = ½ H_pp θ_p², the rise of the loss to second order at a minimum of the likelihood."""
     curvature = given.posterior.curvature.diagonal()

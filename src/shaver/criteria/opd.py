@@ -6,7 +6,7 @@ from shaver.criteria.registry import Given, criterion
 from shaver.criteria.scoring import of_weight
 
 
-@criterion("opd", needs=["posterior"])
+@criterion("opd", needs=["posterior"], degree=2)
 def opd(given: Given) -> dict[str, Tensor]:
     """S_p = P_pp θ_p², twice what the Laplace posterior's energy rises by when the weight is set to zero.
 

@@ -99,6 +99,18 @@ class Given:
         return nll.sum(), len(nll)
 
 
+class Scores(dict[str, Tensor]):
+    """A score tensor for each prunable parameter, shaped like it.
+
+    Attributes:
+        degree: The power of the weight that the scores grow with; they are adjusted by it when weights are repaired.
+    """
+
+    def __init__(self, scores: Mapping[str, Tensor], degree: int = 1) -> None:
+        super().__init__(scores)
+        self.degree = degree
+
+
 CriterionFunction = Callable[..., dict[str, Tensor]]
 
 
@@ -111,12 +123,14 @@ class Criterion:
         function: ``function(given, **options) -> {name: score}``.
         needs: A subset of ``("posterior", "batches")``.
         example_suffices: ``example=`` (one input) may stand in for ``batches``.
+        degree: The power of the weight that the score grows with: 1 for |θ|, 2 for P θ².
     """
 
     name: str
     function: CriterionFunction
     needs: tuple[str, ...]
     example_suffices: bool = False
+    degree: int = 1
 
     def require(self, posterior: object, batches: object, options: Mapping[str, object]) -> None:
         """Raise ``ValueError`` for what is needed and missing."""
@@ -133,7 +147,7 @@ _REGISTER: dict[str, Criterion] = {}
 
 
 def criterion(
-    name: str, *, needs: Iterable[str] = (), example_suffices: bool = False
+    name: str, *, needs: Iterable[str] = (), example_suffices: bool = False, degree: int = 1
 ) -> Callable[[CriterionFunction], CriterionFunction]:
     """Register a function as a pruning criterion; the lowest scores are pruned first.
 
@@ -149,14 +163,19 @@ def criterion(
     """
 
     def decorate(function: CriterionFunction) -> CriterionFunction:
-        register(name, function, needs=needs, example_suffices=example_suffices)
+        register(name, function, needs=needs, example_suffices=example_suffices, degree=degree)
         return function
 
     return decorate
 
 
 def register(
-    name: str, function: CriterionFunction, *, needs: Iterable[str] = (), example_suffices: bool = False
+    name: str,
+    function: CriterionFunction,
+    *,
+    needs: Iterable[str] = (),
+    example_suffices: bool = False,
+    degree: int = 1,
 ) -> None:
     """Register ``function(given, **options)`` under ``name``; see :func:`criterion`.
 
@@ -172,7 +191,7 @@ def register(
         function.__qualname__,
     ):
         raise ValueError(f"the criterion {name!r} exists already ({old.function.__module__}); choose another name.")
-    _REGISTER[name] = Criterion(name, function, checked, example_suffices)
+    _REGISTER[name] = Criterion(name, function, checked, example_suffices, degree)
 
 
 def get(name: str) -> Criterion:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets, forward_of, targets_of
-from shaver.criteria.registry import Given, PosteriorLike, get
+from shaver.criteria.registry import Given, PosteriorLike, Scores, get
 from shaver.criteria.rules import Rule, prunable
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating
@@ -28,7 +28,7 @@ def score(
     exclude_first: bool = False,
     exclude_last: bool = False,
     **options: Any,
-) -> dict[str, Tensor]:
+) -> Scores:
     """Score every prunable weight; :func:`shaver.prune` removes the lowest.
 
     Example:
@@ -76,7 +76,7 @@ def score(
     )
     with evaluating(model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         scores = chosen.function(given, **options)
-    return _checked(criterion, given.weights, scores)
+    return Scores(_checked(criterion, given.weights, scores), chosen.degree)
 
 
 @contextmanager

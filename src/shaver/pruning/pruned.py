@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from shaver.criteria.rules import input_dim
 from shaver.pruning.automatic import DEFAULT_NATS, Worth, weigh
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
+from shaver.pruning.rounds import Rounds
 from shaver.pruning.search import Quality, accuracy_on, highest_sparsity
+from shaver.repairing import Repaired
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Pruned:
         loss_rise: Expected rise of the loss summed over the data, Σ(δθ² + ½hθ²); with a posterior, else ``None``.
         quality_before: Validation quality of the dense network, with ``max_drop``.
         quality_after: The same of the pruned one.
+        repaired: What the repair did, with ``calibration``.
     """
 
     requested: float | str
@@ -54,6 +58,7 @@ class Pruned:
     loss_rise: float | None = None
     quality_before: float | None = None
     quality_after: float | None = None
+    repaired: Repaired | None = None
 
     @property
     def total(self) -> int:
@@ -85,6 +90,10 @@ class Pruned:
             rows.append(f"log evidence {self.evidence_change:+.2f} nats, expected loss {self.loss_rise:+.3f}")
         if self.quality_before is not None and self.quality_after is not None:
             rows.append(f"validation quality {self.quality_before:.4f} before, {self.quality_after:.4f} after")
+        if self.repaired is not None:
+            unrepaired = self.repaired.unrepaired
+            rows.append(f"repaired {len(self.repaired.layers)} weights" + ("; not repaired:" if unrepaired else ""))
+            rows += [f"  {name}: {reason}" for name, reason in unrepaired.items()]
         return "\n".join(rows)
 
 
@@ -101,10 +110,11 @@ def prune(
     budget: float | None = None,
     valid: Iterable[Any] | Quality | None = None,
     max_drop: float | None = None,
+    calibration: Iterable[Any] | None = None,
     forward: Forward | None = None,
     targets: Targets | None = None,
 ) -> Pruned:
-    """Set the weights with the lowest scores to zero.
+    """Set the weights with the lowest scores to zero; with ``calibration`` let the others make up for them.
 
     Example:
         >>> from shaver.criteria import score
@@ -131,8 +141,10 @@ def prune(
             a quarter of it, and no more than 0.02 nats per sample.
         valid: Validation batches, whose accuracy is measured, or ``quality(model) -> float``, higher is better.
         max_drop: Find the highest sparsity that loses at most this much of it (0.01 is one point of accuracy).
-        forward: ``forward(model, batch)`` for validation batches of another layout.
-        targets: ``targets(batch)`` for them.
+        calibration: Batches of unlabelled inputs. The network is pruned in rounds and repaired after each
+            (:func:`shaver.repair`). 1,000 samples or more are best.
+        forward: ``forward(model, batch)`` for validation and calibration batches of another layout.
+        targets: ``targets(batch)`` for validation batches.
 
     Raises:
         ValueError: An option is out of range or missing, or scores do not fit the model or are NaN.
@@ -152,29 +164,36 @@ def prune(
     limits = Limits(scope, cap, minimum)
     measured: dict[str, float] = {}
     requested: float | str
-    if (pattern := _pattern(scope)) is not None:
-        requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, pattern, limits, max_drop)
-    elif max_drop is not None and valid is not None:
-        quality = valid if callable(valid) else accuracy_on(valid, forward, targets)
-        masks, measured = _masks_within_drop(model, _given(scores), sparsity, limits, quality, max_drop)
-        requested = f"a drop of at most {max_drop:g}"
-    elif sparsity == "auto":
-        requested, masks = "auto", _automatic_masks(worth, limits, nats, budget)
-    elif sparsity is None:
-        raise ValueError('say how much to remove: sparsity=0.95, sparsity="auto", scope="2:4" or max_drop=….')
-    else:
-        requested = check_sparsity(sparsity)
-        masks = limits.ranking(_given(scores)).at(requested)
-    if worth is not None:
-        measured |= worth.of_removal(masks)
-    masks.apply_(model)
-    return report(requested, masks, **measured)
+    rounds = None
+    if calibration is not None:
+        rounds = Rounds(model, calibration, limits.ranking, posterior=posterior, forward=forward)
+    with nullcontext() if rounds is None else rounds:
+        if (pattern := _pattern(scope)) is not None:
+            requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, pattern, limits, max_drop)
+        elif max_drop is not None and valid is not None:
+            quality = valid if callable(valid) else accuracy_on(valid, forward, targets)
+            masks, measured = _masks_within_drop(model, _given(scores), sparsity, limits, quality, max_drop, rounds)
+            requested = f"a drop of at most {max_drop:g}"
+        elif sparsity == "auto":
+            requested, masks = "auto", _automatic_masks(worth, limits, nats, budget)
+        elif sparsity is None:
+            raise ValueError('say how much to remove: sparsity=0.95, sparsity="auto", scope="2:4" or max_drop=….')
+        else:
+            requested, given = check_sparsity(sparsity), _given(scores)
+            masks = limits.ranking(given).at(requested) if rounds is None else rounds.prune(given, requested)
+        if worth is not None:
+            measured |= worth.of_removal(masks)
+        if rounds is None:
+            masks.apply_(model)
+        elif requested in (scope, "auto"):
+            rounds.apply(masks)
+    return report(requested, masks, None if rounds is None else rounds.report, **measured)
 
 
-def report(requested: float | str, masks: Masks, **measured: float) -> Pruned:
+def report(requested: float | str, masks: Masks, repaired: Repaired | None = None, **measured: float) -> Pruned:
     """The report on masks: a row for each parameter, and what was measured."""
     layers = tuple(PrunedLayer(n, tuple(m.shape), m.numel(), int(m.sum())) for n, m in masks.items())
-    return Pruned(requested, masks, layers, **measured)
+    return Pruned(requested, masks, layers, repaired=repaired, **measured)
 
 
 def _given(scores: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
@@ -253,12 +272,16 @@ def _masks_within_drop(
     limits: Limits,
     quality: Quality,
     max_drop: float,
+    rounds: Rounds | None,
 ) -> tuple[Masks, dict[str, float]]:
     """The most that a tolerated drop of the quality allows, and the quality before and after."""
     if sparsity == "auto":
         raise ValueError('sparsity="auto" needs no validation data; leave out max_drop, or give a share.')
     limit = check_sparsity(sparsity) if sparsity is not None else 1.0
-    masks, before, after = highest_sparsity(model, limits.ranking(scores), quality, max_drop=max_drop, limit=limit)
+    if rounds is not None:
+        masks, before, after = rounds.highest(scores, quality, max_drop=max_drop, limit=limit)
+    else:
+        masks, before, after = highest_sparsity(model, limits.ranking(scores), quality, max_drop=max_drop, limit=limit)
     return masks, {"quality_before": before, "quality_after": after}
 
 

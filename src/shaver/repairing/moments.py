@@ -13,7 +13,7 @@ from shaver.repairing.sites import Plan, Site, bias_of, parts_of, site_input, si
 from shaver.repairing.views import input_rows, output_rows
 
 #: Rows of inputs per layer beyond which a convolution's positions are thinned out.
-ROWS = 100_000
+ROWS = 50_000
 
 
 @dataclass
@@ -150,14 +150,24 @@ def _site_sums(site: Site, batch: int, x: Tensor, y: Tensor) -> tuple[list[Tenso
             "they are different networks."
         )
     x, y = _wide(x), _wide(y)
-    x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], -1)
-    second, cross = (x.mT @ x).double(), (y.mT @ x).double()
+    second = _bordered((x.mT @ x).double(), x.double().sum(1))
+    cross = torch.cat([(y.mT @ x).double(), y.double().sum(1).unsqueeze(2)], -1)
+    second[:, -1, -1] = x.shape[1]
     if not bool(second.isfinite().all() & cross.isfinite().all()):
         raise ValueError(
             f"the inputs or outputs of {site.name!r} hold NaN or infinity in calibration batch {batch}: "
             "the data or the network are broken."
         )
     return [second, cross, y.double().square().sum(1)], x.shape[1]
+
+
+def _bordered(square: Tensor, sums: Tensor) -> Tensor:
+    """The second moments with a last row and column for the constant 1; its own entry is left at zero."""
+    groups, size, _ = square.shape
+    whole = square.new_zeros(groups, size + 1, size + 1)
+    whole[:, :-1, :-1] = square
+    whole[:, -1, :-1] = whole[:, :-1, -1] = sums
+    return whole
 
 
 def _norm_sums(x: Tensor) -> tuple[list[Tensor], int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Repaired:
 
     layers: tuple[RepairedLayer, ...] = ()
     norms: tuple[str, ...] = ()
-    unrepaired: Mapping[str, str] | None = None
+    unrepaired: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         width = max([9, *(len(layer.name) for layer in self.layers)])
@@ -60,7 +60,7 @@ class Repaired:
             lines.append(f"{layer.name:<{width}}  {layer.kept:7.4f}  {layer.before:12.4f}  {layer.after:7.4f}")
         if self.norms:
             lines.append(f"{len(self.norms)} BatchNorm layers measured again")
-        lines += [f"not repaired: {name} ({reason})" for name, reason in (self.unrepaired or {}).items()]
+        lines += [f"not repaired: {name} ({reason})" for name, reason in self.unrepaired.items()]
         return "\n".join(lines)
 
 
@@ -107,6 +107,8 @@ def repair(
     """
     if damping is not None and not damping > 0:
         raise ValueError(f"damping is a share of the mean squared input, above 0, not {damping!r}.")
+    if reference is model:
+        raise ValueError("the reference is the model itself; pass a copy from before pruning (copy.deepcopy).")
     data = calibration_list(batches)
     kept = _kept(model, reference, masks)
     removed = [name for name, mask in kept.items() if not bool(mask.all())]
