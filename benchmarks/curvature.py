@@ -88,13 +88,13 @@ class Trainer:
         if self.model is None:
             self.model = self.net.build().train()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
-            self.watcher = None
+            self.online = None
             if self.every:
-                self.watcher = curvature.OnlineCurvature(self.model, 60000, source=self.source, every=self.every)
+                self.online = curvature.OnlineCurvature(self.model, 60000, source=self.source, every=self.every)
         began = time.process_time()
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(x), y)
-        with self.watcher.watch() if self.watcher else nullcontext():
+        with self.online.measure() if self.online else nullcontext():
             loss.backward()
         self.optimizer.step()
         return time.process_time() - began

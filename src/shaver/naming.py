@@ -42,18 +42,27 @@ def check_count(name: str, value: object, least: int = 1) -> int:
         number = value if isinstance(value, float) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool) or number < least or number != int(number):
-        raise ValueError(f"{name} must be a whole number from {least}, not {value!r}.")
+    if number is None or isinstance(value, bool) or not number >= least or number % 1:
+        raise ValueError(f"{name} must be a whole number from {least}, not {shown(value)}.")
     return int(number)
 
 
-def check_number(name: str, value: object, *, least: float = -math.inf, above: bool = False) -> float:
-    """Return ``value`` if it is a finite number from ``least`` (or above it), else raise a ``ValueError``."""
+def check_number(
+    name: str, value: object, *, least: float = -math.inf, most: float = math.inf, above: bool = False
+) -> float:
+    """Return ``value`` if it is finite and from ``least`` (or above it) to ``most``, else raise a ``ValueError``."""
     good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < least or (above and value == least):  # type: ignore[operator]
+    if not good or value < least or value > most or (above and value == least):  # type: ignore[operator]
         bound = "" if least == -math.inf else f" above {least:g}" if above else f" from {least:g}"
-        raise ValueError(f"{name} must be a finite number{bound}, not {value!r}.")
+        bound += "" if most == math.inf else f" up to {most:g}"
+        raise ValueError(f"{name} must be a finite number{bound}, not {shown(value)}.")
     return float(value)  # type: ignore[arg-type]
+
+
+def shown(value: object) -> str:
+    """What a user passed, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def import_function(spec: str, option: str) -> Callable[..., Any]:

@@ -1,13 +1,14 @@
-"""One process among several that share the work: sums over ranks, and nothing at all where a process is alone."""
+"""One process among several that share the work: sums over ranks, and what each rank holds of the parameters."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shaver.shards import mesh_group
+from shaver.shards import is_sharded, joined, local, mesh_group, row_numbers, rows_of, scattered, zeros_for
 
 #: Tensors smaller than this many numbers travel together, in one message.
 SMALL = 2**18
@@ -100,11 +101,123 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
         return inner, Ranks(model.process_group)
     if isinstance(model, nn.DataParallel):
         raise TypeError(
-            "torch.nn.DataParallel runs copies of the network that cannot be watched; use DistributedDataParallel "
+            "torch.nn.DataParallel runs copies of the network that cannot be measured; use DistributedDataParallel "
             "under torchrun, or the plain network."
         )
     group = mesh_group(model)
     return model, ALONE if group is None else Ranks(group)
+
+
+class HeldParameters:
+    """What a rank holds of each parameter, here all of it: squares are summed over the ranks at the end of a step.
+
+    Args:
+        parameters: The trainable parameters, by name.
+        ranks: The processes that train them.
+    """
+
+    #: Whether each rank holds some rows only. Adding squares and totals are collectives then.
+    is_sharded = False
+
+    def __init__(self, parameters: Mapping[str, Tensor], ranks: Ranks) -> None:
+        self.parameters, self.ranks = dict(parameters), ranks
+
+    def rows(self) -> dict[str, Tensor]:
+        """The parameters' values that this rank holds."""
+        return dict(self.parameters)
+
+    def zeros(self, name: str) -> Tensor:
+        """Zeros for those of one parameter, in at least single precision."""
+        return zeros_for(self.parameters[name])
+
+    def own(self, name: str, squares: Tensor) -> Tensor:
+        """What this rank keeps of a parameter's squares."""
+        return squares
+
+    def total(self, *sums: float) -> list[float]:
+        """Sums over the values that this rank holds, as sums over all values."""
+        return list(sums)
+
+    def gather(self, sums: dict[str, Tensor], unit: float, loss: str, count: int) -> None:
+        """Replace this rank's sums of squares by those of all ranks, divided by ``unit``. A collective.
+
+        Args:
+            sums: By parameter name.
+            unit: What a square counts on this rank.
+            loss: The loss's reduction, for the message.
+            count: This rank's samples, likewise.
+        """
+        self._divide(sums, unit)
+        self.ranks.sum_([sums[name] for name in self.parameters])
+
+    def _divide(self, sums: dict[str, Tensor], unit: float) -> None:
+        for name in self.parameters:
+            zeros = self.zeros(name)
+            sums[name] = sums[name].div_(unit).to(zeros.dtype) if name in sums else zeros
+
+    def prior_of(self, prior: Any, for_rows: bool) -> Any:
+        """A prior made for this rank: unchanged, because it holds everything."""
+        return prior
+
+    def decide_together(self, values: Sequence[Tensor]) -> None:
+        """Make the first rank's values everybody's."""
+        self.ranks.copy_(values)
+
+    def saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values by parameter name, for a state dict."""
+        return {name: joined(value, self.parameters[name]) for name, value in values.items()}
+
+    def loaded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What :meth:`saved` gave, back on this rank."""
+        rows = {name: rows_of(value, self.parameters[name]) for name, value in values.items()}
+        return {name: value.to(self.parameters[name].device, copy=True) for name, value in rows.items()}
+
+
+class ShardedParameters(HeldParameters):
+    """Some rows of each parameter (FSDP2): squares are summed and scattered as each layer's gradient arrives."""
+
+    is_sharded = True
+
+    def rows(self) -> dict[str, Tensor]:
+        """This rank's rows, sharing their memory."""
+        return {name: local(p) for name, p in self.parameters.items()}
+
+    def own(self, name: str, squares: Tensor) -> Tensor:
+        """This rank's rows of the sum of all ranks' squares. A collective."""
+        return scattered(squares, self.parameters[name])
+
+    def total(self, *sums: float) -> list[float]:
+        """Sums over all ranks. A collective."""
+        return self.ranks.total(*sums)
+
+    def gather(self, sums: dict[str, Tensor], unit: float, loss: str, count: int) -> None:
+        """The sums are those of all ranks already, so that one unit has to be right for all.
+
+        Raises:
+            ValueError: The ranks have different numbers of samples, and the loss is a mean over each one's own.
+        """
+        (total,) = self.ranks.total(unit)
+        if not math.isclose(total, unit * self.ranks.size, rel_tol=1e-9):
+            raise ValueError(
+                f'with sharded parameters loss="{loss}" needs as many samples on every rank ({count} here); use '
+                'loss="auto".'
+            )
+        self._divide(sums, unit)
+
+    def prior_of(self, prior: Any, for_rows: bool) -> Any:
+        """The prior of this rank's rows; one that was made for them is it already."""
+        if for_rows:
+            return prior
+        return prior.of_rows({name: row_numbers(p) for name, p in self.parameters.items()}, self.ranks)
+
+    def decide_together(self, values: Sequence[Tensor]) -> None:
+        """Nothing: each rank decides on its own rows."""
+
+
+def held_parameters(parameters: Mapping[str, Tensor], ranks: Ranks) -> HeldParameters:
+    """What this rank holds of some parameters."""
+    kind = ShardedParameters if any(is_sharded(p) for p in parameters.values()) else HeldParameters
+    return kind(parameters, ranks)
 
 
 class _Message:

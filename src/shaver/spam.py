@@ -1,6 +1,6 @@
 """SpaM: the object a user attaches to their own training loop, so that the prior is learned while the weights are.
 
-The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ; δ follows the evidence at the present weights and curvature.
+The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ; δ follows the evidence at the current weights and curvature.
 """
 
 import math
@@ -15,17 +15,18 @@ from torch.optim import LBFGS, Optimizer
 
 from shaver.closures import Attachment, Objective, inner_optimizer, scale_of
 from shaver.curvature.blocks import Curvature
-from shaver.curvature.engine import STRUCTURES, estimate
-from shaver.curvature.gathering import over_ranks
-from shaver.curvature.online import OnlineCurvature
-from shaver.evidence import Posterior, improve, improve_noise, shrink_factor
-from shaver.likelihoods import Likelihood, Regression, get_likelihood
-from shaver.naming import check_name
+from shaver.curvature.capture import trainable_parameters
+from shaver.curvature.estimation import STRUCTURES, estimate
+from shaver.curvature.online import UNMEASURED, OnlineCurvature
+from shaver.evidence import Posterior, improve, shrink_factor
+from shaver.evidence.noise import NoiseLearner
+from shaver.likelihoods import Likelihood, get_likelihood
+from shaver.naming import check_count, check_name, shown
 from shaver.priors import Grouping, make_prior
-from shaver.ranks import Ranks, unwrapped
+from shaver.ranks import Ranks, held_parameters, unwrapped
 from shaver.selection import Selection
 from shaver.settings import IDLE, Settings, settings_for
-from shaver.shards import check_settings, is_sharded, joined, local, row_numbers, rows_of
+from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
 
 
@@ -78,35 +79,39 @@ class SpaM:
         **options: Any,
     ) -> None:
         check_name("structure", structure, STRUCTURES)
-        settings = settings_for(structure, settings, options)
-        if not hasattr(data_size, "__index__") or data_size < 1:
-            raise ValueError(f"data_size is the number of training samples, a whole number from 1, not {data_size!r}.")
+        self.settings = settings = settings_for(structure, settings, options)
+        if not hasattr(data_size, "__index__") or isinstance(data_size, bool) or data_size < 1:
+            raise ValueError(
+                f"data_size is the number of training samples, a whole number from 1, not {shown(data_size)}."
+            )
+        self.data_size, self.seed = int(data_size), check_count("seed", seed, 0)
+        self.total_steps = None if total_steps is None else check_count("total_steps", total_steps)
         model, self.ranks = unwrapped(model)
         if group is not None:
             self.ranks = Ranks(group)
-        self.model, self.data_size, self.structure = model, data_size, structure
-        self.settings, self.total_steps, self.seed = settings, total_steps, seed
+        self.model, self.structure = model, structure
         self.likelihood = get_likelihood(likelihood)
-        self.theta = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._sharded = any(is_sharded(p) for p in self.theta.values())
-        if self._sharded:
+        self.noise = NoiseLearner(self.likelihood)
+        self.theta = trainable_parameters(model)
+        self._held = held_parameters(self.theta, self.ranks)
+        if self._held.is_sharded:
             check_settings(prior, settings)
-        of_weights = prior == "parameter"  # that one is as large as the network: each rank makes its own rows
-        weights = self._rows() if of_weights else self.theta
-        self.prior = make_prior(prior, weights, init=settings.initial_precision, bounds=settings.bounds)
-        if self._sharded and not of_weights:
-            self.prior = self.prior.of_rows({name: row_numbers(p) for name, p in self.theta.items()}, self.ranks)
+        for_rows = prior == "parameter"  # that one is as large as the network: each rank makes its own rows
+        weights = self._held.rows() if for_rows else self.theta
+        made = make_prior(prior, weights, init=settings.initial_precision, bounds=settings.bounds)
+        self.prior = self._held.prior_of(made, for_rows)
         self.steps = self.epochs = self.updates = 0
-        self._outputs = 1
         self._attached: dict[int, Attachment] = {}
         self._checked: set[tuple[int, ...]] = set()
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
+        self._emptied: set[str] = set()
+        self._has_warned = False
         self._curvature: Curvature | None = None
-        self._watcher: OnlineCurvature | None = None
+        self.online: OnlineCurvature | None = None
         if settings.online:
-            self._every, self._between = settings.pace(total_steps)
-            self._watcher = OnlineCurvature(
+            self._every, self._between = settings.pace(self.total_steps)
+            self.online = OnlineCurvature(
                 model,
                 data_size,
                 source=settings.source,
@@ -119,6 +124,21 @@ class SpaM:
                 ranks=self.ranks,
             )
             self._set_pace()
+
+    def __repr__(self) -> str:
+        """What is learned, how far it is, and what it has found."""
+        weights = sum(p.numel() for p in self.theta.values())
+        steps = f"{self.steps:,}" + (f" of {self.total_steps:,}" if self.total_steps is not None else "")
+        measured = "by epochs" if self.online is None else f"{self.online.measurements:,} curvature measurements"
+        state = "frozen" if self._frozen() else f"{self.updates:,} updates of δ"
+        lines = [
+            f"SpaM of {type(self.model).__name__} with {weights:,} weights, {self.data_size:,} samples",
+            f"  prior {self.prior.kind!r}, structure {self.structure!r}, source {self.settings.source!r}",
+            f"  step {steps}, {measured}, {state}",
+        ]
+        if not self._held.is_sharded:  # the statistics of sharded parameters need all ranks
+            lines += [f"  {name} {value:.4g}" for name, value in self.statistics().items()]
+        return "\n".join(lines)
 
     # In the loop -----------------------------------------------------------------------------------------------
 
@@ -174,32 +194,32 @@ class SpaM:
                 self._attached[id(optimizer)] = Attachment(self, optimizer, scale or scale_of(given))
 
     def observe(self, scale: float | None = None) -> float:
-        """The gradients of a step are there: take in what they show. Returns what a unit of δ counts in the loss."""
+        """Record the curvature from the current gradients. Returns what a unit of δ counts in the loss."""
         weight = 1.0
-        if self._watcher is not None:
-            self._watcher.step(scale)
-            weight = self._watcher.weight
+        if self.online is not None:
+            self.online.step(scale)
+            weight = self.online.weight
         return weight * self.settings.temperature / self.data_size
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Once for each set of them."""
+        """Check each set of optimizers once."""
         key = tuple(map(id, optimizers))
         if key not in self._checked:
             self._checked.add(key)
             check_optimizers(optimizers, self.theta.values())
 
     def unobserved(self) -> AbstractContextManager[None]:
-        """Passes of the model inside the block are not looked at."""
-        return nullcontext() if self._watcher is None else self._watcher.paused()
+        """Passes of the model inside the block are not measured."""
+        return nullcontext() if self.online is None else self.online.paused()
 
     def advance(self, *optimizers: Optimizer) -> None:
-        """A step has been taken: count it, and update δ if it is time."""
+        """Count a step that has been taken, and update δ if it is time."""
         self.steps += 1
         if self.settings.proximal and self.steps % 10 == 0:
             clear_vanished(self.theta.values())
         self._set_pace()
-        if self._watcher is not None and self._due():
-            self._update(self._watcher.curvature())
+        if self.online is not None and self._due(self.online):
+            self._update(self.online.curvature())
             for optimizer in optimizers:
                 if isinstance(optimizer, LBFGS):  # what it remembers belongs to another objective now
                     optimizer.state.clear()
@@ -212,7 +232,7 @@ class SpaM:
             reading: ``forward=`` and ``targets=`` for batches of another kind, ``fraction=`` for part of the data.
         """
         self.epochs += 1
-        if self._watcher is not None:
+        if self.online is not None:
             return
         after = self.epochs - int(self.settings.burn_in) - 1
         if after < 0 or after % self.settings.frequency or self._frozen():
@@ -225,33 +245,38 @@ class SpaM:
         found = estimate(
             self.model, batches, self.likelihood, self.structure, source, seed=self.seed + self.updates, **reading
         )
-        self._update(over_ranks(found, self.ranks))
+        self._update(found.sum_over_ranks(self.ranks))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean negative log likelihood of a batch, under the present noise for a regression."""
+        """The mean negative log likelihood of a batch, under the current noise for a regression."""
         if not self.steps:
             self.likelihood.check(outputs, targets)
-        self._outputs = max(1, outputs[0].numel())
+        self.noise.outputs = max(1, outputs[0].numel())
         nll = self.likelihood.nll(outputs, targets)
-        if self._watcher is not None:
-            self._watcher.note(float(nll.detach().sum()))
+        if self.online is not None:
+            self.online.note(float(nll.detach().sum()))
         return nll.mean()
 
-    def _due(self) -> bool:
-        assert self._watcher is not None
-        if self.steps % self._between or not self._watcher.looks or self._frozen():
+    def _due(self, online: OnlineCurvature) -> bool:
+        """Whether δ is updated after this step. Without a single measurement it never is, and the user is told."""
+        if self.steps % self._between or self._frozen():
             return False
-        return self.total_steps is None or self.steps > self.settings.burn_in * self.total_steps
+        if self.total_steps is not None and self.steps <= self.settings.burn_in * self.total_steps:
+            return False
+        if not online.passes and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"δ is not learned: {UNMEASURED}", stacklevel=4)
+        return bool(online.measurements)
 
     def _set_pace(self) -> None:
-        """Look often while updates of δ are made, and for as long before the first as the average remembers."""
-        if self._watcher is None:
+        """Measure often while δ is updated, and for as long before the first update as the average remembers."""
+        if self.online is None:
             return
-        settings, idle = self.settings, self._frozen()
+        idle = self._frozen()
         if self.total_steps is not None:
-            memory = self._every / (1 - settings.decay)
-            idle = idle or self.steps < settings.burn_in * self.total_steps - memory
-        self._watcher.every = self._every * (IDLE if idle else 1)
+            memory = self._every / (1 - self.settings.decay)
+            idle = idle or self.steps < self.settings.burn_in * self.total_steps - memory
+        self.online.every = self._every * (IDLE if idle else 1)
 
     def _frozen(self) -> bool:
         return self.total_steps is not None and self.steps > self.settings.freeze * self.total_steps
@@ -259,64 +284,54 @@ class SpaM:
     @torch.no_grad()
     def _update(self, curvature: Curvature) -> None:
         """δ to where the evidence is highest, and the weights part of the way to the new posterior mean."""
-        temperature = self.settings.temperature
-        before = self.prior.snapshot()
+        settings, temperature = self.settings, self.settings.temperature
+        before, rows = self.prior.snapshot(), self._held.rows()
         with torch.enable_grad():
-            posterior = improve(
-                self.prior, curvature, self._rows(), method=self.settings.method, temperature=temperature
-            )
-        if isinstance(self.likelihood, Regression):
-            if math.isfinite(curvature.log_likelihood):
-                self._improve_noise(curvature, posterior)
-            elif not self.updates:
-                warnings.warn(
-                    "the likelihood is not known, so that the noise of the regression stays as it is: differentiate "
-                    "spam.loss(outputs, targets) in place of F.mse_loss.",
-                    stacklevel=2,
-                )
-        if not self._sharded:  # one decision, the first rank's; sharded, each has its own rows to decide on
-            self.ranks.copy_([factor.values for factor in self.prior.factors])
-        if self.settings.shrink and self.updates:
+            posterior = improve(self.prior, curvature, rows, method=settings.method, temperature=temperature)
+        scale = self.noise.update(curvature, lambda: self._held.total(posterior.effective_parameters)[0], temperature)
+        if scale is not None and self.online is not None:
+            self.online.rescale(scale, curvature.log_likelihood)
+        self._held.decide_together([factor.values for factor in self.prior.factors])
+        if settings.shrink and self.updates:
             for name, h in curvature.diagonal().items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
-                factor = shrink_factor(h / temperature, old, new, self.settings.shrink)
-                weights = local(self.theta[name])
-                weights.mul_(factor.to(weights.dtype))
+                factor = shrink_factor(h / temperature, old, new, settings.shrink)
+                rows[name].detach().mul_(factor.to(rows[name].dtype))
         self._curvature = curvature
         self.updates += 1
+        self._warn_of_empty_matrices(rows)
 
-    def _improve_noise(self, curvature: Curvature, posterior: Posterior) -> None:
-        assert isinstance(self.likelihood, Regression)
-        old = self.likelihood.noise
-        improve_noise(
-            self.likelihood,
-            curvature,
-            *self._whole(posterior.effective_parameters),
-            outputs=self._outputs,
-            temperature=self.settings.temperature,
-        )
-        if self._watcher is not None:
-            self._watcher.rescale(old / self.likelihood.noise, curvature.log_likelihood)
+    def _warn_of_empty_matrices(self, rows: dict[str, Tensor]) -> None:
+        """Tell the user when a whole weight matrix has become zero: the network has lost a layer."""
+        empty = [n for n, w in rows.items() if w.ndim > 1 and w.numel() and n not in self._emptied and not w.any()]
+        if empty:
+            self._emptied.update(empty)
+            warnings.warn(
+                f"every weight of {', '.join(map(repr, empty))} is zero after step {self.steps}, so that the layer "
+                "passes nothing on. The learning rate is too high for the prior, or the data size too small: lower "
+                "the learning rate, or pass shrink=0.",
+                stacklevel=4,
+            )
 
     # What came out ---------------------------------------------------------------------------------------------
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior at the present weights: the newest H there is, and δ. Of this rank's rows, if sharded."""
+        """The posterior at the current weights: the newest H and δ. Of this rank's rows, if sharded."""
         return Posterior(
             self.curvature,
             self.prior,
-            self._rows(),
+            self._held.rows(),
             self.settings.temperature,
-            model=None if self._sharded else self.model,
+            model=None if self._held.is_sharded else self.model,
             likelihood=self.likelihood,
         )
 
     @property
     def curvature(self) -> Curvature:
         """The newest H: the online average, or the last estimate."""
-        if self._watcher is not None:
-            return self._watcher.curvature()
+        if self.online is not None:
+            return self.online.curvature()
         if self._curvature is None:
             raise RuntimeError(
                 "no curvature has been estimated yet: call spam.end_epoch(batches) at the end of each epoch, or "
@@ -329,9 +344,7 @@ class SpaM:
 
         With sharded parameters all ranks have to ask.
         """
-        if self._watcher is not None and not self._watcher.looks:
-            return {}
-        if self._watcher is None and self._curvature is None:
+        if not (self._curvature if self.online is None else self.online.measurements):
             return {}
         posterior = self.posterior
         own = [factor.values for factor in self.prior.factors if not factor.ranks.rank]  # shared ones count once
@@ -346,7 +359,7 @@ class SpaM:
             sum(values.numel() for values in own),
             posterior.log_evidence - likelihood if known else 0.0,
         )
-        effective, relevant, count, log_delta, behind, occam = self._whole(*sums)
+        effective, relevant, count, log_delta, behind, occam = self._held.total(*sums)
         found = {
             "effective_parameters": effective,
             "relevant": relevant / count,
@@ -354,25 +367,15 @@ class SpaM:
         }
         if known:
             found["log_evidence"] = likelihood + occam
-        if isinstance(self.likelihood, Regression):
-            found["noise"] = self.likelihood.noise
-        return found
+        return found | self.noise.statistics()
 
     def close(self) -> None:
         """Take every hook off the model and the optimizers. The posterior stays available."""
         for attachment in self._attached.values():
             attachment.remove()
         self._attached.clear()
-        if self._watcher is not None:
-            self._watcher.close()
-
-    def _whole(self, *sums: float) -> list[float]:
-        """Sums over this rank's rows, as sums over all weights."""
-        return self.ranks.total(*sums) if self._sharded else list(sums)
-
-    def _rows(self) -> dict[str, Tensor]:
-        """The weights, or this rank's rows of them."""
-        return {name: local(p) for name, p in self.theta.items()}
+        if self.online is not None:
+            self.online.close()
 
     def select(self, kept: Selection) -> None:
         """The model's tensors have been sliced in place: each weight that stayed keeps its δ and its curvature.
@@ -382,12 +385,13 @@ class SpaM:
         Args:
             kept: Parameter → dimension → the positions that stayed.
         """
-        self.theta = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.theta = trainable_parameters(self.model)
+        self._held = held_parameters(self.theta, self.ranks)
         added = {name: p for name, p in self.theta.items() if name not in self.prior.names}
         self.prior = self.prior.select(kept, added, self.settings.initial_precision)
         self._made_of = []  # δ by parameter is made anew
-        if self._watcher is not None:
-            self._watcher.select(kept)
+        if self.online is not None:
+            self.online.select(kept)
         if self._curvature is not None:
             self._curvature = self._curvature.select(kept, added)
 
@@ -398,20 +402,21 @@ class SpaM:
         :func:`shaver.integrations.distributed.full_state_dict` makes whole.
         """
         prior = self.prior.state_dict()
-        if self._sharded:
-            prior["values"] = {
-                f.key: f.values if f.ranks else joined(f.values, self.theta[next(iter(f.layouts))])
-                for f in self.prior.factors
-            }
+        owners = {f.key: next(iter(f.layouts)) for f in self.prior.factors if not f.ranks}
+        prior["values"] = {
+            f.key: joined(f.values, self.theta[owners[f.key]]) if f.key in owners else f.values
+            for f in self.prior.factors
+        }
+        is_kept = self._curvature is not None and not self._held.is_sharded
         return {
             "prior": prior,
-            "watcher": None if self._watcher is None else self._watcher.state_dict(),
-            "curvature": None if self._curvature is None or self._sharded else self._curvature.state_dict(),
+            "online": None if self.online is None else self.online.state_dict(),
+            "curvature": self._curvature.state_dict() if self._curvature is not None and is_kept else None,
             "likelihood": self.likelihood.state(),
             "steps": self.steps,
             "epochs": self.epochs,
             "updates": self.updates,
-            "outputs": self._outputs,
+            "outputs": self.noise.outputs,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -421,14 +426,14 @@ class SpaM:
             if factor.key in values and not factor.ranks:
                 values[factor.key] = rows_of(values[factor.key], self.theta[next(iter(factor.layouts))])
         self.prior.load_state_dict(state["prior"] | {"values": values})
-        if (self._watcher is None) != (state["watcher"] is None):
+        if (self.online is None) != (state["online"] is None):
             raise ValueError("the saved SpaM learned online and this one by epochs, or the other way round.")
-        if self._watcher is not None:
-            self._watcher.load_state_dict(state["watcher"])
+        if self.online is not None:
+            self.online.load_state_dict(state["online"])
         self._curvature = None if state["curvature"] is None else Curvature.from_state_dict(state["curvature"])
         self.likelihood.load_state(state["likelihood"])
         self.steps, self.epochs, self.updates = state["steps"], state["epochs"], state["updates"]
-        self._outputs = state["outputs"]
+        self.noise.outputs = state["outputs"]
         self._set_pace()
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:

@@ -359,6 +359,25 @@ class DictModel(nn.Module):
         return self.layer(x.sum(1) / mask.sum(1, keepdim=True))
 
 
+class Routed(nn.Module):
+    """A mixture of experts: a router sends each token to one of several linear layers."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(width, experts), nn.Linear(width, 3)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        share = self.router(tokens).softmax(-1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows = (share.argmax(-1) == number).nonzero().squeeze(1)
+            if len(rows):
+                out = out.index_add(0, rows, expert(tokens[rows]) * share[rows, number, None])
+        return self.head(torch.tanh(out.view_as(x)).mean(1))
+
+
 class Experts(nn.Module):
     """Each row goes to one of two layers by the sign of its first feature, so a layer sees a part of the batch.
 

@@ -25,8 +25,8 @@ def test_a_grouped_convolution_builds_the_gradients_that_patches_do(options, col
     x = torch.randn(5, 8, 9, 7)
     grads = torch.randn(columns, *layer(x).shape)
     use = convolution(layer, x, grads)["weight"]
-    assert use.built is not None
-    exact = replace(convolution(layer.double(), x.double(), grads.double())["weight"], built=None)
+    assert use.kernel is not None
+    exact = replace(convolution(layer.double(), x.double(), grads.double())["weight"], kernel=None)
     torch.testing.assert_close(use.square_sum(), exact.square_sum().float(), rtol=1e-4, atol=1e-4)
 
 
@@ -45,10 +45,10 @@ def test_shifted_rows_build_the_gradients_that_patches_do(options, channels, col
     x = torch.randn(5, channels, 9, 8, dtype=torch.float64)
     grads = torch.randn(columns, *layer(x).shape, dtype=torch.float64)
     use = convolution(layer, x, grads)["weight"]
-    assert use.built is not None
+    assert use.kernel is not None
     for rows in ([use.grads], list(use.grads.split(1))):  # K at once, or one by one beside each other
         found = replace(use, grads=rows[0]).joint_square_sum(rows)
-        torch.testing.assert_close(found, replace(use, built=None).square_sum(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, replace(use, kernel=None).square_sum(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_shifted_rows_build_the_gradients_that_patches_do(options, channels, col
 )
 def test_elsewhere_patches_are_used(layer):
     x = torch.randn(2, layer.in_channels, 6, 6)
-    assert convolution(layer, x, torch.randn_like(layer(x)).unsqueeze(0))["weight"].built is None
+    assert convolution(layer, x, torch.randn_like(layer(x)).unsqueeze(0))["weight"].kernel is None
 
 
 @pytest.mark.parametrize("source", ["ef", "ggn"])

@@ -141,9 +141,9 @@ def test_a_large_vocabulary_is_read_and_drawn_piece_by_piece(monkeypatch: pytest
     """Positions times vocabulary outgrow the network: the same numbers come out of a few rows at a time."""
     found = []
     for piece in (10**9, 40):
-        monkeypatch.setattr("shaver.curvature.reading.PIECE", piece)
+        monkeypatch.setattr("shaver.curvature.loss_scale.PIECE", piece)
         monkeypatch.setattr("shaver.likelihoods.PIECE", piece)
-        monkeypatch.setattr("shaver.curvature.uses.TILE", 10 * piece)
+        monkeypatch.setattr("shaver.curvature.kernels.TILE", 10 * piece)
         model, batch = prepare("gpt2", True)
         online = OnlineCurvature(model, N, source=source, every=1, decay=0.0)
         model(**batch).loss.backward()

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from shaver.likelihoods import Classification
 from tests.curvature.cases import Case, normal
 from tests.curvature.networks import VisionTransformer
-from tests.curvature.reference import assert_all_same
-from tests.curvature.watching import (
+from tests.curvature.online_cases import (
     LOSSES,
     STEADY,
     N,
@@ -19,10 +18,11 @@ from tests.curvature.watching import (
     by_hand,
     expected,
     nlls,
+    online_for,
     prepare,
-    watch,
     without_noise,
 )
+from tests.curvature.reference import assert_all_same
 
 # One step --------------------------------------------------------------------------------------------------------
 
@@ -30,10 +30,10 @@ from tests.curvature.watching import (
 @pytest.mark.parametrize("case", STEADY, ids=lambda case: case.name)
 def test_one_watched_step_is_an_estimate_on_its_batch(case: Case):
     model, (batch,) = without_noise(case.model()), case.batches((5,))
-    online = watch(model, likelihood=case.likelihood)
+    online = online_for(model, likelihood=case.likelihood)
     nll = nlls(case, model, batch)
     online.note(float(nll.detach().sum()))  # nothing new for a classifier, whose likelihood is read off the gradient
-    with online.watch():
+    with online.measure():
         nll.mean().backward()
     assert_step(online, case, [batch])
     assert online.weight == pytest.approx(1, rel=1e-9)
@@ -45,12 +45,12 @@ def test_one_watched_step_is_an_estimate_on_its_batch(case: Case):
 def test_a_later_step_is_one_too(case: Case):
     """The first look plans; the later ones meet hooks that are already there, and another number of samples."""
     model, batches = without_noise(case.model()), case.batches((3, 4))
-    online = watch(model, likelihood=case.likelihood)
+    online = online_for(model, likelihood=case.likelihood)
     for batch in batches:
         model.zero_grad()
         nll = nlls(case, model, batch)
         online.note(float(nll.detach().sum()))
-        with online.watch():
+        with online.measure():
             nll.mean().backward()
     assert_step(online, case, batches[1:])
 
@@ -59,9 +59,9 @@ def test_a_later_step_is_one_too(case: Case):
 @pytest.mark.parametrize("name", ["lenet", "tied-language-model", "attention-batch-first", "vision-transformer"])
 def test_the_scale_of_the_loss_does_not_matter(name: str, loss: str):
     case, model, (batch,) = prepare(name)
-    online = watch(model)
+    online = online_for(model)
     make, weight = LOSSES[loss]
-    with online.watch():
+    with online.measure():
         make(nlls(case, model, batch)).backward()
     assert_step(online, case, [batch])
     assert online.weight == pytest.approx(weight, rel=1e-9)
@@ -71,8 +71,8 @@ def test_a_mean_over_tokens_weighs_one_token():
     """The mean over 4 tokens a sample counts a sample ¼ times: so must the prior."""
     case, model, (batch,) = prepare("token-labels")
     x, y = batch[0], batch[1].clamp_min(0)
-    online = watch(model)
-    with online.watch():
+    online = online_for(model)
+    with online.measure():
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
     assert_step(online, case, [(x, y)])
     assert online.weight == pytest.approx(1 / 4, rel=1e-9)
@@ -81,7 +81,7 @@ def test_a_mean_over_tokens_weighs_one_token():
 @pytest.mark.parametrize("name", ["lenet", "called-twice", "attention-batch-first", "vision-transformer"])
 def test_accumulated_batches_are_one_larger_batch(name: str):
     case, model, batches = prepare(name, (5, 2))
-    online = watch(model)
+    online = online_for(model)
     for batch in batches:
         (nlls(case, model, batch).sum() / 7).backward()
     assert online.step()
@@ -91,7 +91,7 @@ def test_accumulated_batches_are_one_larger_batch(name: str):
 
 def test_accumulation_with_halved_means_of_unequal_batches():
     case, model, batches = prepare("lenet", (5, 2))
-    online = watch(model)
+    online = online_for(model)
     for batch in batches:
         (nlls(case, model, batch).mean() / 2).backward()
     online.step()
@@ -102,9 +102,9 @@ def test_accumulation_with_halved_means_of_unequal_batches():
 def test_a_smaller_last_batch_counts_for_as_much():
     """Each look is scaled to the data set by its own batch size."""
     case, model, batches = prepare("lenet", (5, 2))
-    online = watch(model, decay=0.5)
+    online = online_for(model, decay=0.5)
     for batch in batches:
-        with online.watch():
+        with online.measure():
             nlls(case, model, batch).mean().backward()
     (first, ll1), (second, ll2) = (expected(case, model, [batch]) for batch in batches)
     weights = (1 / 3, 2 / 3)  # ½ · ½ and ½, divided by their sum
@@ -116,9 +116,9 @@ def test_a_smaller_last_batch_counts_for_as_much():
 @pytest.mark.parametrize("first", [1, 3])
 def test_a_first_batch_of_one_does_not_fix_where_samples_stand(first: int):
     case, model, batches = prepare("linear-folded-positions-major", (first, 4))
-    online = watch(model)
+    online = online_for(model)
     for batch in batches:
-        with online.watch():
+        with online.measure():
             nlls(case, model, batch).mean().backward()
     assert_step(online, case, batches[1:])
     assert not any("generic" in rule for rule in online.curvature().rules.values())
@@ -128,7 +128,7 @@ def test_samples_without_loss_count_as_samples():
     """A micro-batch of ignored labels adds nothing to H, but it is part of the batch H is averaged over."""
     case, model, batches = prepare("token-labels", (3, 2))
     batches[1][1][:] = -100
-    online = watch(model)
+    online = online_for(model)
     for batch in batches:
         (nlls(case, model, batch).sum() / 5).backward()
     online.step()
@@ -138,10 +138,10 @@ def test_samples_without_loss_count_as_samples():
 
 def test_a_step_in_which_nothing_has_a_loss_keeps_the_weight():
     case, model, (batch,) = prepare("token-labels")
-    online = watch(model)
-    with online.watch():
+    online = online_for(model)
+    with online.measure():
         nlls(case, model, batch).sum().backward()
-    with online.watch():
+    with online.measure():
         nlls(case, model, (batch[0], torch.full_like(batch[1], -100))).sum().backward()
     assert online.weight == pytest.approx(5)
     assert not any(h.any() for h in online.curvature().diagonal().values())
@@ -152,8 +152,8 @@ def test_a_model_that_is_a_single_layer(source: str):
     case = Case("layer", lambda: nn.Linear(4, 3), normal(4))
     model, batches = case.model(), case.batches((5, 3))
     for batch in batches:
-        online = watch(model, source=source, seed=3)
-        with online.watch():
+        online = online_for(model, source=source, seed=3)
+        with online.measure():
             nlls(case, model, batch).mean().backward()
         if source == "ef":
             assert_step(online, case, [batch])
@@ -170,13 +170,13 @@ def test_a_model_that_is_a_single_layer(source: str):
 def test_the_average_is_the_weighted_sum_over_looks():
     case, model, batches = prepare("mlp", (4, 4, 3, 5))
     decay = 0.7
-    online = watch(model, decay=decay)
+    online = online_for(model, decay=decay)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     looks = []
     for batch in batches:
         looks.append(expected(case, model, [batch]))
         optimizer.zero_grad()
-        with online.watch():
+        with online.measure():
             nlls(case, model, batch).mean().backward()
         optimizer.step()
     weights = [decay ** (len(looks) - 1 - i) for i in range(len(looks))]
@@ -191,18 +191,18 @@ def test_the_average_is_the_weighted_sum_over_looks():
 
 def test_only_every_kth_step_is_looked_at():
     case, model, batches = prepare("mlp", (4,) * 7)
-    online = watch(model, every=3)
+    online = online_for(model, every=3)
     for step, batch in enumerate(batches):
         assert online.active == (step % 3 == 0)
         nlls(case, model, batch).mean().backward()
         assert online.step() == (step % 3 == 0)
-    assert (online.steps, online.looks) == (7, 3)
+    assert (online.steps, online.measurements) == (7, 3)
     assert_step(online, case, batches[6:])
 
 
 def test_evaluation_and_no_grad_passes_are_not_looked_at():
     case, model, (batch, other) = prepare("vision-transformer", (4, 3))
-    online = watch(model)
+    online = online_for(model)
     with torch.no_grad():
         nlls(case, model, other)
     nlls(case, model.eval(), other).mean().backward()
@@ -217,11 +217,11 @@ def test_evaluation_and_no_grad_passes_are_not_looked_at():
 
 def test_a_step_without_a_pass_changes_nothing():
     case, model, (batch,) = prepare("mlp")
-    online = watch(model)
+    online = online_for(model)
     assert not online.step()
-    with pytest.raises(RuntimeError, match="no training step has been observed"):
+    with pytest.raises(RuntimeError, match="no training step has been measured"):
         online.curvature()
-    with online.watch():
+    with online.measure():
         nlls(case, model, batch).mean().backward()
     before = online.curvature().diagonal()
     assert not online.step()
@@ -230,7 +230,7 @@ def test_a_step_without_a_pass_changes_nothing():
 
 def test_the_first_of_two_backward_passes_counts():
     case, model, (batch,) = prepare("called-twice")
-    online = watch(model)
+    online = online_for(model)
     loss = nlls(case, model, batch).mean()
     loss.backward(retain_graph=True)
     (3 * loss).backward()
@@ -241,12 +241,12 @@ def test_the_first_of_two_backward_passes_counts():
 @pytest.mark.parametrize("source", ["ef", "mc"])
 def test_a_backward_pass_after_its_step_is_too_late(source: str):
     case, model, (batch, other) = prepare("called-twice", (4, 3))
-    online = watch(model, source=source)
+    online = online_for(model, source=source)
     late = nlls(case, model, other).mean()
     online.step()
     late.backward()
-    assert online.looks == 0
-    with online.watch():
+    assert online.measurements == 0
+    with online.measure():
         nlls(case, model, batch).mean().backward()
     if source == "ef":
         assert_step(online, case, [batch])
@@ -254,17 +254,17 @@ def test_a_backward_pass_after_its_step_is_too_late(source: str):
 
 def test_a_backward_pass_that_fails_leaves_nothing_behind():
     case, model, (batch, other) = prepare("lenet", (4, 3))
-    online = watch(model)
+    online = online_for(model)
 
     def fail(grad: Tensor) -> None:
         raise MemoryError("no room")
 
     outputs = model(other[0])
     handle = model[0].weight.register_hook(fail)  # the very last gradient: every layer has been looked at by then
-    with pytest.raises(MemoryError), online.watch():
+    with pytest.raises(MemoryError), online.measure():
         F.cross_entropy(outputs, other[1]).backward()
     handle.remove()
-    with online.watch():
+    with online.measure():
         nlls(case, model, batch).mean().backward()
     assert_step(online, case, [batch])
 
@@ -272,11 +272,11 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind():
 def test_raw_parameters_of_the_root_are_seen_in_the_very_first_look():
     case, model, batches = prepare("vision-transformer", (4, 3))
     assert isinstance(model, VisionTransformer)
-    online = watch(model)
+    online = online_for(model)
     for batch in batches:
-        with online.watch():
+        with online.measure():
             nlls(case, model, batch).mean().backward()
-        assert online.curvature().rules["token"] == "one copy a sample"
+        assert online.curvature().rules["token"] == "one copy per sample"
         assert_step(online, case, [batch])
         assert online.curvature().diagonal()["token"].all()
 
@@ -289,16 +289,16 @@ def test_raw_parameters_of_the_root_are_seen_in_the_very_first_look():
     [
         ({"source": "ggn"}, "online source"),
         ({"loss": "median"}, "mean"),
-        ({"data_size": 0}, "data_size=0"),
-        ({"every": 0}, "every=0"),
-        ({"decay": 1.0}, r"decay=1\.0"),
+        ({"data_size": 0}, "data_size must be a whole number from 1, not 0"),
+        ({"every": 0}, "every must be a whole number from 1, not 0"),
+        ({"decay": 1.0}, r"decay must be below 1, not 1\.0"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        watch(nn.Linear(2, 2), **options)
+        online_for(nn.Linear(2, 2), **options)
 
 
 def test_a_model_without_trainable_parameters():
     with pytest.raises(ValueError, match="no trainable parameter"):
-        watch(nn.Linear(2, 2).requires_grad_(False))
+        online_for(nn.Linear(2, 2).requires_grad_(False))

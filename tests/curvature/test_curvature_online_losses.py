@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shaver.curvature.reading import read_loss
+from shaver.curvature.loss_scale import read_loss
 from shaver.likelihoods import Classification
-from tests.curvature.reference import assert_all_same
-from tests.curvature.watching import (
+from tests.curvature.online_cases import (
     N,
     assert_step,
     nlls,
+    online_for,
     prepare,
-    watch,
 )
+from tests.curvature.reference import assert_all_same
 
 UNREADABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "label smoothing": lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1),
@@ -31,7 +31,7 @@ UNREADABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("loss", UNREADABLE)
 def test_a_loss_that_cannot_be_read_says_what_to_do(loss: str, source: str):
     _, model, ((x, y),) = prepare("lenet", (9,))
-    watch(model, source=source)
+    online_for(model, source=source)
     with pytest.raises(ValueError, match=r'(?s)not a multiple of the cross entropy.*loss="mean".*source="mc"'):
         UNREADABLE[loss](model(x), y).backward()
 
@@ -39,12 +39,12 @@ def test_a_loss_that_cannot_be_read_says_what_to_do(loss: str, source: str):
 @pytest.mark.parametrize("loss", UNREADABLE)
 def test_mc_with_the_reduction_told_needs_no_reading(loss: str):
     case, model, ((x, y),) = prepare("lenet", (9,))
-    plain = watch(model, source="mc")
-    with plain.watch():
+    plain = online_for(model, source="mc")
+    with plain.measure():
         nlls(case, model, (x, y)).mean().backward()
     plain.close()
-    online = watch(model, source="mc", loss="mean")
-    with online.watch():
+    online = online_for(model, source="mc", loss="mean")
+    with online.measure():
         UNREADABLE[loss](model(x), y).backward()
     assert_all_same(online.curvature().diagonal(), plain.curvature().diagonal(), 0.0)
     assert online.weight == 1
@@ -55,7 +55,7 @@ def test_mc_with_the_reduction_told_needs_no_reading(loss: str):
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_a_told_reduction_is_over_the_samples_of_a_step(loss: str, weight: float, scale: float):
     case, model, batches = prepare("regression", (4, 3))
-    online = watch(model, likelihood=case.likelihood, loss=loss)
+    online = online_for(model, likelihood=case.likelihood, loss=loss)
     for batch in batches:
         nll = nlls(case, model, batch)
         online.note(float(nll.detach().sum()))
@@ -79,8 +79,8 @@ class Shift(nn.Module):
 def read_back(logits: Tensor, y: Tensor, precise: bool = False) -> tuple[float, float]:
     """Weight and log likelihood of a mean cross entropy, computed in float32 or in float64."""
     model = Shift()
-    online = watch(model)
-    with online.watch():
+    online = online_for(model)
+    with online.measure():
         outputs = model(logits)
         F.cross_entropy(outputs.double() if precise else outputs, y).backward()
     return online.weight, online.curvature().log_likelihood
@@ -112,7 +112,7 @@ def test_a_class_that_is_ruled_out_is_not_taken_for_the_label():
 
 def test_one_output_is_no_classification():
     model = nn.Linear(3, 1)
-    watch(model)
+    online_for(model)
     with pytest.raises(ValueError, match="two at least"):
         F.binary_cross_entropy_with_logits(model(torch.randn(6, 3)), torch.ones(6, 1)).backward()
 
@@ -128,13 +128,13 @@ def test_autocast_gives_nearly_the_same_numbers_by_the_same_rules(name: str, sou
     x, y = batch[0].float(), batch[1]
     found = []
     for enabled in (False, True):
-        online = watch(model, source=source, seed=2)
+        online = online_for(model, source=source, seed=2)
         model.zero_grad()
         # without oneDNN: its bfloat16 kernels do not run on every CPU that claims them
         with torch.backends.mkldnn.flags(enabled=False):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 loss = F.cross_entropy(model(x), y)
-            with online.watch():
+            with online.measure():
                 (1024 * loss).backward()
         found.append(online.curvature())
         online.close()
@@ -149,22 +149,22 @@ def test_autocast_gives_nearly_the_same_numbers_by_the_same_rules(name: str, sou
 
 def test_infinite_gradients_are_an_error_that_names_the_parameter():
     case, model, (batch,) = prepare("mlp")
-    online = watch(model, loss="mean")
+    online = online_for(model, loss="mean")
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"'0.weight'.*not finite at step 1"), online.watch():
+    with pytest.raises(FloatingPointError, match=r"'0.weight'.*not finite at step 1"), online.measure():
         nlls(case, model, batch).mean().backward()
 
 
 def test_a_step_that_the_scaler_will_skip_is_not_looked_at():
     case, model, batches = prepare("mlp", (4, 4))
-    online = watch(model, decay=0.5)
-    with online.watch():
+    online = online_for(model, decay=0.5)
+    with online.measure():
         nlls(case, model, batches[0]).mean().backward()
     before = {"average": {n: h.clone() for n, h in online.average.items()}, "weight": online.weight}
     (nlls(case, model, batches[1]).mean() * float("inf")).backward()
     assert not online.step(scale=1024.0)
-    assert online.looks == 1
+    assert online.measurements == 1
     assert online.weight == before["weight"]
     assert_all_same(online.average, before["average"], 0.0)
 

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from shaver.likelihoods import Classification, get_likelihood
 from tests.curvature.cases import BY_NAME, Case, normal
-from tests.curvature.reference import assert_all_same
-from tests.curvature.watching import (
+from tests.curvature.online_cases import (
     LOSSES,
     N,
     assert_step,
@@ -15,9 +14,10 @@ from tests.curvature.watching import (
     expected,
     forward,
     nlls,
+    online_for,
     prepare,
-    watch,
 )
+from tests.curvature.reference import assert_all_same
 
 SAMPLED = ["mlp", "lenet", "tied-language-model", "vision-transformer", "attention-batch-first", "bilinear-form"]
 
@@ -27,15 +27,15 @@ SAMPLED = ["mlp", "lenet", "tied-language-model", "vision-transformer", "attenti
 @pytest.mark.parametrize("name", [*SAMPLED, "shared-branches", "called-twice", "siblings"])
 def test_mc_squares_the_gradient_of_drawn_labels(monkeypatch: pytest.MonkeyPatch, name: str, loss: str, streamed: bool):
     if streamed:  # as for networks whose layers' outputs are too many to hold all their gradients
-        monkeypatch.setattr("shaver.curvature.passes.STREAMED", 0)
+        monkeypatch.setattr("shaver.curvature.kernels.STREAMED", 0)
     case, model, (batch,) = prepare(name)
     with torch.no_grad():
         outputs = forward(case, model, batch)
     drawn = get_likelihood(case.likelihood).mc_gradient(outputs, torch.Generator().manual_seed(3))
     diagonal = {n: N / 5 * h for n, h in by_hand(case, model, batch, drawn).items()}
-    online = watch(model, source="mc", seed=3)
+    online = online_for(model, source="mc", seed=3)
     make, weight = LOSSES[loss]
-    with online.watch():
+    with online.measure():
         make(nlls(case, model, batch)).backward()
     assert_all_same(online.curvature().diagonal(), diagonal)
     assert online.curvature().log_likelihood == pytest.approx(expected(case, model, [batch])[1], rel=1e-10)
@@ -51,8 +51,8 @@ def test_mc_draws_no_label_where_one_is_ignored():
     assert ignored.any()
     diagonal = {n: N / 5 * h for n, h in by_hand(case, model, batch, drawn.masked_fill(ignored, 0.0)).items()}
     for loss in ("auto", "mean"):
-        online = watch(model, source="mc", seed=3, loss=loss)
-        with online.watch():
+        online = online_for(model, source="mc", seed=3, loss=loss)
+        with online.measure():
             nlls(case, model, batch).mean().backward()
         assert_all_same(online.curvature().diagonal(), diagonal)
         online.close()
@@ -73,8 +73,8 @@ class OnlyGeneric(nn.Module):
 def test_a_model_that_is_all_generic(source: str):
     case = Case("only-generic", OnlyGeneric, normal(2, 3))
     model, (batch,) = case.model(), case.batches((5,))
-    online = watch(model, source=source, seed=3)
-    with online.watch():
+    online = online_for(model, source=source, seed=3)
+    with online.measure():
         nlls(case, model, batch).mean().backward()
     assert "generic" in online.curvature().rules["conv.weight"]
     if source == "ef":
@@ -86,10 +86,10 @@ def test_a_model_that_is_all_generic(source: str):
 
 def test_mc_goes_to_the_ggn_within_its_standard_error():
     case, model, (batch,) = prepare("mlp")
-    online = watch(model, source="mc")
+    online = online_for(model, source="mc")
     looks = []
     for _ in range(300):
-        with online.watch():
+        with online.measure():
             nlls(case, model, batch).mean().backward()
         looks.append(torch.cat([h.flatten() for h in online.curvature().diagonal().values()]))
     draws = torch.stack(looks)
@@ -106,10 +106,10 @@ def test_mc_follows_its_seed_and_leaves_the_global_one():
     case, model, (batch,) = prepare("vision-transformer")
     runs = []
     for seed in (1, 1, 2):
-        online = watch(model, source="mc", seed=seed)
+        online = online_for(model, source="mc", seed=seed)
         torch.manual_seed(5)
         before = torch.get_rng_state()
-        with online.watch():
+        with online.measure():
             nlls(case, model, batch).mean().backward()
         assert torch.equal(torch.get_rng_state(), before)
         runs.append(online.curvature().diagonal()["head.weight"])
@@ -124,7 +124,7 @@ def test_dropout_is_drawn_as_if_nobody_watched(source: str):
     model, (batch,) = case.model(), case.batches((5,))
     outcomes = []
     for watched in (False, True):
-        online = watch(model, source=source) if watched else None
+        online = online_for(model, source=source) if watched else None
         torch.manual_seed(5)
         outcomes.append((forward(case, model, batch), forward(case, model, batch)))
         if online is not None:

@@ -15,16 +15,16 @@ from shaver.curvature import OnlineCurvature
 from shaver.curvature import online as module
 from shaver.io import load_state, save_state
 from tests.curvature.cases import Case
-from tests.curvature.reference import assert_all_same
-from tests.curvature.watching import (
+from tests.curvature.online_cases import (
     CLASSIFIERS,
     assert_step,
     forward,
     nlls,
+    online_for,
     prepare,
-    watch,
     without_noise,
 )
+from tests.curvature.reference import assert_all_same
 
 
 @pytest.mark.parametrize("source", ["ef", "mc"])
@@ -39,7 +39,7 @@ def test_gradients_are_the_same(case: Case, source: str):
         return [p.grad for p in model.parameters()]
 
     alone = gradients()
-    online = watch(model, source=source, likelihood=case.likelihood)
+    online = online_for(model, source=source, likelihood=case.likelihood)
     watched = gradients()
     online.step()
     rules = online.curvature().rules
@@ -49,7 +49,7 @@ def test_gradients_are_the_same(case: Case, source: str):
         if old is None or torch.equal(old, new):
             continue
         # with one copy per sample the sum over samples and positions is taken in another order
-        assert rules[name] == "one copy a sample", name
+        assert rules[name] == "one copy per sample", name
         torch.testing.assert_close(new, old, rtol=1e-14, atol=1e-14 * largest)
 
 
@@ -62,8 +62,8 @@ def test_close_removes_every_hook(source: str):
     case, model, (batch,) = prepare("vision-transformer")
     model.block.register_forward_hook(lambda module, args, output: None)  # the user's own stays
     before, attributes = hooks_of(model), [set(vars(m)) for m in model.modules()]
-    online = watch(model, source=source)
-    with online.watch():
+    online = online_for(model, source=source)
+    with online.measure():
         nlls(case, model, batch).mean().backward()
     assert hooks_of(model) != before
     found = online.curvature().diagonal()
@@ -77,7 +77,7 @@ def test_close_removes_every_hook(source: str):
 
 def test_a_failing_forward_pass_leaves_the_raw_parameters_in_place():
     case, model, (batch,) = prepare("vision-transformer")
-    online = watch(model)
+    online = online_for(model)
     good = batch[0]
     for look in range(2):
         broken = model.head.register_forward_pre_hook(lambda module, args: 1 / 0 if not online._busy else None)
@@ -86,7 +86,7 @@ def test_a_failing_forward_pass_leaves_the_raw_parameters_in_place():
         broken.remove()
         assert "token" not in vars(model), look
         assert model.token is dict(model.named_parameters())["token"]
-    with online.watch():
+    with online.measure():
         nlls(case, model, batch).mean().backward()
     assert_step(online, case, [batch])
 
@@ -95,7 +95,7 @@ def test_torch_s_own_functions_are_in_place_whenever_the_model_is_not_running():
     """Packed attention is seen through ``F.linear``, which is torch's again after the pass, also after a failed one."""
     case, model, (batch,) = prepare("attention-batch-first")
     plain = F.linear
-    online = watch(model)
+    online = online_for(model)
     seen = []
     model.head.register_forward_pre_hook(lambda module, args: seen.append(F.linear is not plain))
     forward(case, model, batch)
@@ -111,15 +111,15 @@ def test_torch_s_own_functions_are_in_place_whenever_the_model_is_not_running():
 
 def test_a_copy_of_a_watched_model_is_not_watched():
     case, model, (batch, other) = prepare("vision-transformer", (4, 3))
-    online = watch(model)
-    with online.watch():
+    online = online_for(model)
+    with online.measure():
         nlls(case, model, batch).mean().backward()
     before = online.curvature().diagonal()
     twin = copy.deepcopy(model)
     nlls(case, twin, other).mean().backward()
     assert not online.step()
     assert_all_same(online.curvature().diagonal(), before, 0.0)
-    with online.watch():  # and the original still is
+    with online.measure():  # and the original still is
         nlls(case, model, other).mean().backward()
     assert_step(online, case, [other])
 
@@ -129,17 +129,17 @@ def test_a_step_keeps_nothing_of_its_passes(monkeypatch: pytest.MonkeyPatch):
 
     alive: list[weakref.ref[Any]] = []
 
-    class Counted(module.Pass):
+    class Counted(module.Measurement):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             alive.append(weakref.ref(self))
 
-    monkeypatch.setattr(module, "Pass", Counted)
+    monkeypatch.setattr(module, "Measurement", Counted)
     case, model, (batch,) = prepare("called-twice")
     gc.disable()
     try:
         for source in ("ef", "mc"):
-            online = watch(model, source=source)
+            online = online_for(model, source=source)
             nlls(case, model, batch).mean().backward()
             online.step()
             assert all(ref() is None for ref in alive), source
@@ -156,22 +156,22 @@ def test_a_saved_state_goes_on_identically(source: str, tmp_path: Any):
 
     def run(online: OnlineCurvature, part: list[Any]) -> None:
         for batch in part:
-            with online.watch():
+            with online.measure():
                 nlls(case, model, batch).mean().backward()
 
-    whole = watch(model, **options)
+    whole = online_for(model, **options)
     run(whole, batches)
     whole.close()
-    first = watch(model, **options)
+    first = online_for(model, **options)
     run(first, batches[:3])
     save_state(tmp_path / "state", first.state_dict())
     first.close()
-    second = watch(model, **options, seed=9)
+    second = online_for(model, **options, seed=9)
     second.load_state_dict(load_state(tmp_path / "state"))
     assert_all_same(second.curvature().diagonal(), first.curvature().diagonal(), 0.0)  # before it has seen anything
     assert second.curvature().rules == first.curvature().rules
     run(second, batches[3:])
-    assert (second.steps, second.looks, second.weight) == (whole.steps, whole.looks, whole.weight)
+    assert (second.steps, second.measurements, second.weight) == (whole.steps, whole.measurements, whole.weight)
     assert second.curvature().log_likelihood == whole.curvature().log_likelihood
     for name, h in whole.curvature().diagonal().items():
         assert torch.equal(second.curvature().diagonal()[name], h), name
@@ -183,9 +183,9 @@ def test_a_compiled_model(backend: str, part: str):
     case, model, (batch,) = prepare("conv2d")
     body = nn.Sequential(model[:2], model[2:])
     (body[0] if part == "submodule" else body).compile(backend=backend)
-    online = watch(body)
+    online = online_for(body)
     for _ in range(2):
-        with online.watch():
+        with online.measure():
             nlls(case, body, batch).mean().backward()
     assert_step(online, case, [batch])
 
@@ -203,7 +203,7 @@ def test_checkpointed_activations():
 
     case, model, (batch,) = prepare("conv2d")
     wrapped = Checkpointed(model)
-    online = watch(wrapped)
-    with online.watch():
+    online = online_for(wrapped)
+    with online.measure():
         nlls(case, wrapped, batch).mean().backward()
     assert_step(online, case, [batch])

@@ -71,8 +71,8 @@ def test_the_rule_of_the_docstring_is_used():
 
 
 def test_without_it_something_general_is():
-    check(positions(Gain), "one copy a sample")
-    check(positions(lambda: nn.Sequential(Transposed(), nn.Linear(4, 5))), "one copy a sample", "1.0.matrix")
+    check(positions(Gain), "one copy per sample")
+    check(positions(lambda: nn.Sequential(Transposed(), nn.Linear(4, 5))), "one copy per sample", "1.0.matrix")
 
 
 def test_it_has_the_name_it_is_given():

@@ -1,7 +1,7 @@
 """H: what the data say about each weight, as a diagonal or as Kronecker factors, for any model."""
 
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
-from shaver.curvature.engine import estimate
+from shaver.curvature.estimation import estimate
 from shaver.curvature.online import OnlineCurvature
 from shaver.curvature.rules import register_rule
 from shaver.curvature.uses import Dense, Outer, Rows, Shift, Use

@@ -1,4 +1,4 @@
-"""The curvature H of the negative log likelihood, block by block: one block a parameter, diagonal or Kronecker."""
+"""The curvature H of the negative log likelihood, one block per parameter, diagonal or Kronecker."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shaver.ranks import Ranks
 from shaver.selection import Dims, Selection, take
 
 
@@ -16,7 +17,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 @dataclass
 class DiagonalBlock:
-    """The diagonal of H for one parameter: one number a weight, summed over the data.
+    """The diagonal of H for one parameter: one number per weight, summed over the data.
 
     Attributes:
         values: Shaped like the parameter.
@@ -151,6 +152,23 @@ class Curvature:
         blocks |= {n: DiagonalBlock(torch.zeros_like(at_least_float32(p.detach()))) for n, p in (added or {}).items()}
         rest = (self.log_likelihood, self.data_size, self.structure, self.source)
         return Curvature(blocks, *rest, {**self.rules, **dict.fromkeys(added or (), "added, not yet estimated")})
+
+    def sum_over_ranks(self, ranks: Ranks) -> "Curvature":
+        """This curvature with the samples of all ranks in it; changes the blocks in place. A collective.
+
+        A diagonal is a sum, and so is G of a Kronecker block; A is a mean and is weighted by the samples behind it.
+        """
+        if not ranks:
+            return self
+        size, log_likelihood = ranks.total(self.data_size, self.log_likelihood)
+        tensors: list[Tensor] = []
+        for _, block in self:
+            if isinstance(block, KroneckerBlock):
+                block.A.mul_(self.data_size / size)
+            tensors += block.tensors().values()
+        ranks.sum_(tensors)
+        self.data_size, self.log_likelihood = int(size), log_likelihood
+        return self
 
     def coverage(self) -> str:
         """A table of parameter, shape and the rule that computed it, one line each."""

@@ -1,47 +1,65 @@
-"""Watching a model at work: what went into each module, and where its output sits in the autograd graph."""
+"""A recorded forward pass: what went into each layer, and where its output sits in the autograd graph.
+
+Nothing stays on the model: everything is installed when a recorded pass begins and removed when it ends.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import Forward, batch_size_of, forward_of
+
+#: What the name of a recorded call of ``F.linear`` begins with; the weight's name follows.
+FUNCTIONAL = "F.linear:"
 
 
 @dataclass
 class Call:
-    """One call of one module.
+    """One call of one layer.
 
     Attributes:
-        name: The module's name in the model.
-        module: The module.
+        name: The module's name in the model, or :data:`FUNCTIONAL` and the weight's name.
+        module: The module, or a :class:`LinearCall`.
         inputs: Its first tensor argument, detached.
         edge: Where its output's gradient arrives, in whatever shape. An edge, not the tensor: an in-place activation
             that overwrites the output afterwards does not move it.
-        shape: The output's.
-        parameter: For a raw parameter that was given a copy a sample: its own name in the module; the edge is the
-            copies' then.
+        shape: The output's shape.
+        parameter: For a raw parameter with one copy per sample: its own name in the module. The edge is the copies'.
     """
 
     name: str
-    module: nn.Module
+    module: Any
     inputs: Tensor
     edge: GradientEdge
     shape: torch.Size
     parameter: str | None = None
 
+    @property
+    def is_functional(self) -> bool:
+        """Whether this is a call of ``F.linear`` by itself."""
+        return self.name.startswith(FUNCTIONAL)
+
+
+@dataclass
+class LinearCall:
+    """Stands for the layer in a call of ``F.linear`` whose weight has none, such as packed attention's."""
+
+    weight: Tensor
+    bias: Tensor | None
+
 
 @dataclass(frozen=True)
 class Copies:
-    """A raw parameter of a module that can be given one copy a sample, because it is used by broadcasting.
+    """A raw parameter of a module that can have one copy per sample, because it is used by broadcasting.
 
     Attributes:
         name: The module's name in the model.
@@ -57,22 +75,21 @@ class Copies:
     ones: int
 
     def expand(self, parameter: Tensor, count: int) -> Tensor:
-        """A view with one copy a sample; the gradient that reaches it is the per-sample gradient."""
+        """A view with one copy per sample; the gradient that reaches it is the per-sample gradient."""
         if self.ones < 0:
             return parameter.expand(count, *parameter.shape[1:])
-        return parameter.reshape(1, *(1,) * self.ones, *parameter.shape).expand(
-            count, *(1,) * self.ones, *parameter.shape
-        )
+        ones = (1,) * self.ones
+        return parameter.reshape(1, *ones, *parameter.shape).expand(count, *ones, *parameter.shape)
 
 
 @dataclass(frozen=True)
 class Spread:
     """A module whose input has no samples, such as position embeddings: all samples share what it returns.
 
-    Its output is handed on with one copy a sample, a view, so that the gradient that reaches it is each sample's own.
+    Its output is passed on with one copy per sample, a view, so that the gradient that reaches it is each sample's own.
 
     Attributes:
-        ndim: Dimensions of the input that are shared by all samples. An input with others is left alone.
+        ndim: Dimensions of the input that all samples share. Calls with another input are recorded as they are.
         ones: 0 where the input's first dimension is a one that stands for the samples, 1 where there is none.
     """
 
@@ -84,78 +101,97 @@ class Spread:
         return inputs.ndim == self.ndim and (self.ones == 1 or inputs.shape[0] == 1)
 
     def expand(self, values: Tensor, count: int) -> Tensor:
-        """A view with one copy a sample in front."""
+        """A view with one copy per sample in front."""
         return values.expand(count, *values.shape[1 - self.ones :])
 
 
-@contextmanager
-def recording(
-    modules: Mapping[str, nn.Module],
-    copies: Sequence[Copies],
-    count: int,
-    linears: Mapping[str, Tensor] | None = None,
-    spread: Mapping[str, Spread] | None = None,
-) -> Iterator[list[Call]]:
-    """Record the calls of ``modules`` made inside the block, in order. The hooks are gone afterwards.
-
-    Args:
-        modules: Name → module.
-        copies: Raw parameters to give one copy a sample.
-        count: The number of samples.
-        linears: Weights whose use in ``F.linear`` outside a layer of their own is recorded too.
-        spread: Name → how, for those of ``modules`` whose input has no samples.
-    """
-    calls: list[Call] = []
-
-    def keep(call: Call, made_by: Node) -> None:
-        append(calls, call, made_by)
-
-    handles = watch(modules, copies, keep, lambda: count, spread or {})
-    try:
-        with functional_linears(linears or {}, keep):
-            yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-#: ``keep(call, node)``: what is to be done with a call whose output that node made.
-Keep = Callable[[Call, Node], None]
-
-
-def append(calls: list[Call], call: Call, made_by: Node) -> None:
-    """Add a call; the ``F.linear`` that a recorded layer has just made itself is the layer's own record's."""
-    if calls and is_functional(calls[-1]) and not is_functional(call) and calls[-1].edge.node is made_by:
-        calls.pop()
-    calls.append(call)
-
-
-#: What the name of a recorded call of ``F.linear`` begins with; the weight's name follows.
-FUNCTIONAL = "F.linear:"
-
-
-def is_functional(call: Call) -> bool:
-    """Whether a call is one of ``F.linear`` by itself."""
-    return call.name.startswith(FUNCTIONAL)
-
-
 @dataclass
-class LinearCall:
-    """Stands for the layer in a call of ``F.linear`` with a weight that has none, such as packed attention's."""
+class Recording:
+    """What to record of a forward pass.
 
-    weight: Tensor
-    bias: Tensor | None
+    Attributes:
+        modules: Layers, by their name in the model.
+        linears: Weights whose use in ``F.linear`` outside a layer of their own is recorded, by parameter name.
+        copies: Raw parameters that get one copy per sample.
+        spread: How those of ``modules`` whose input has no samples get one copy per sample.
+    """
+
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    linears: Mapping[str, Tensor] = field(default_factory=dict)
+    copies: Sequence[Copies] = ()
+    spread: Mapping[str, Spread] = field(default_factory=dict)
+
+    @contextmanager
+    def of(self, count: int, running: nn.Module | None = None) -> Iterator[list[Call]]:
+        """Record the calls made inside the block, in order, for a batch of ``count`` samples.
+
+        Args:
+            count: The number of samples.
+            running: The module whose forward pass has begun already: its pre-hooks would come too late.
+        """
+        calls: list[Call] = []
+        with ExitStack() as stack:
+            for name, module in self.modules.items():
+                hook = partial(_record, calls, name, self.spread.get(name), count)
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            for raw in self.copies:
+                place = partial(_place, calls, raw, count)
+                stack.callback(raw.module.__dict__.pop, raw.own, None)
+                if raw.module is running:
+                    place(running, ())
+                else:
+                    stack.callback(raw.module.register_forward_pre_hook(place).remove)
+                    remove = raw.module.register_forward_hook(partial(_unplace, raw), always_call=True).remove
+                    stack.callback(remove)
+            if self.linears:
+                stack.enter_context(_functional_linears(calls, self.linears))
+            yield calls
+
+
+def _record(
+    calls: list[Call],
+    name: str,
+    spread: Spread | None,
+    count: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Tensor | None:
+    """A forward hook that keeps a layer's call if it has a gradient."""
+    inputs = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+    if not isinstance(output, Tensor) or not output.requires_grad or inputs is None:
+        return None
+    is_spread = spread is not None and spread.fits(inputs)
+    if spread is not None and is_spread:
+        inputs, output = spread.expand(inputs, count), spread.expand(output, count)
+    edge = _edge(output)
+    if calls and calls[-1].is_functional and calls[-1].edge.node is edge.node:
+        calls.pop()  # the F.linear that this layer has just called itself
+    calls.append(Call(name, module, inputs.detach(), edge, output.shape))
+    return output if is_spread else None
+
+
+def _place(calls: list[Call], raw: Copies, count: int, module: nn.Module, args: object) -> None:
+    """A forward pre-hook that puts one copy per sample in a raw parameter's place until the forward pass ends."""
+    parameter = module._parameters[raw.own]
+    if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+        expanded = raw.expand(parameter, count)
+        module.__dict__[raw.own] = expanded  # found before the parameter, which stays registered
+        calls.append(Call(raw.name, module, parameter.detach(), get_gradient_edge(expanded), expanded.shape, raw.own))
+
+
+def _unplace(raw: Copies, module: nn.Module, args: object, output: object) -> None:
+    module.__dict__.pop(raw.own, None)
 
 
 @contextmanager
-def functional_linears(weights: Mapping[str, Tensor], keep: Keep) -> Iterator[None]:
-    """Hand every ``F.linear(x, w, b)`` with one of ``weights`` as w to ``keep``.
+def _functional_linears(calls: list[Call], weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Record every ``F.linear(x, w, b)`` with one of ``weights`` as w.
 
-    ``torch.nn.functional.linear`` is replaced inside the block; ``MultiheadAttention`` finds it by that name.
+    ``torch.nn.functional.linear`` is replaced inside the block, because ``MultiheadAttention`` finds it by that name. A
+    ``TorchFunctionMode`` would not see it: inside ``F.multi_head_attention_forward`` the mode is switched off.
     """
-    if not weights:
-        yield
-        return
     names = {id(w): name for name, w in weights.items()}
     plain = F.linear
 
@@ -163,9 +199,8 @@ def functional_linears(weights: Mapping[str, Tensor], keep: Keep) -> Iterator[No
         output = plain(inputs, weight, bias)
         name = names.get(id(weight))
         if name is not None and output.requires_grad:
-            stand_in: Any = LinearCall(weight, bias)
-            edge = _edge(output)
-            keep(Call(FUNCTIONAL + name, stand_in, inputs.detach(), edge, output.shape), edge.node)
+            layer = LinearCall(weight, bias)
+            calls.append(Call(FUNCTIONAL + name, layer, inputs.detach(), _edge(output), output.shape))
         return output
 
     F.linear = linear  # type: ignore[assignment]
@@ -173,92 +208,6 @@ def functional_linears(weights: Mapping[str, Tensor], keep: Keep) -> Iterator[No
         yield
     finally:
         F.linear = plain
-
-
-def watch(
-    modules: Mapping[str, nn.Module],
-    copies: Sequence[Copies],
-    keep: Keep,
-    count: Callable[[], int],
-    spread: Mapping[str, Spread],
-) -> list[RemovableHandle]:
-    """Register the hooks behind :func:`recording`; ``count`` is asked at every call, and 0 turns them off.
-
-    Args:
-        modules: Name → module.
-        copies: Raw parameters to give one copy a sample.
-        keep: What to do with a call.
-        count: The number of samples.
-        spread: Name → how, for those of ``modules`` whose input has no samples.
-    """
-    handles = []
-    for name, module in modules.items():
-        if name in spread:
-            hook: Callable[..., Tensor | None] = spreader(name, spread[name], keep, count)
-        else:
-            hook = recorder(name, keep, count)
-        handles.append(module.register_forward_hook(hook, with_kwargs=True))
-    for raw in copies:
-        handles.append(raw.module.register_forward_pre_hook(copier(raw, keep, count)))
-        handles.append(raw.module.register_forward_hook(_restorer(raw), always_call=True))
-    return handles
-
-
-def copier(raw: Copies, keep: Keep, count: Callable[[], int]) -> Callable[..., None]:
-    """A forward pre-hook that puts one copy a sample in the parameter's place until the forward hook takes it away."""
-
-    def before(module: nn.Module, args: object) -> None:
-        parameter, samples = module._parameters[raw.own], count()
-        if samples and parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-            expanded = raw.expand(parameter, samples)
-            module.__dict__[raw.own] = expanded  # found before the parameter, which stays registered
-            edge = get_gradient_edge(expanded)
-            keep(Call(raw.name, module, parameter.detach(), edge, expanded.shape, raw.own), edge.node)
-
-    return before
-
-
-def _restorer(raw: Copies) -> Callable[..., None]:
-    def after(module: nn.Module, args: object, output: object) -> None:
-        module.__dict__.pop(raw.own, None)
-
-    return after
-
-
-def recorder(name: str, keep: Keep, count: Callable[[], int]) -> Callable[..., None]:
-    """A forward hook that hands every call with a gradient to ``keep``."""
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        inputs = _first_tensor(args, kwargs)
-        if isinstance(output, Tensor) and output.requires_grad and inputs is not None:
-            edge = _edge(output)
-            keep(Call(name, module, inputs.detach(), edge, output.shape), edge.node)
-
-    recorded: Callable[..., None] = record
-    if "torch._dynamo" in sys.modules:  # a compiler would trace it, with tensors that have no graph
-        recorded = torch.compiler.disable(record)  # type: ignore[no-untyped-call]
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if count():
-            recorded(module, args, kwargs, output)
-
-    return hook
-
-
-def spreader(name: str, how: Spread, keep: Keep, count: Callable[[], int]) -> Callable[..., Tensor | None]:
-    """The same for a module whose input has no samples: input and output are given one copy a sample."""
-    record = recorder(name, keep, count)
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        inputs, samples = _first_tensor(args, kwargs), count()
-        if not samples or inputs is None or not isinstance(output, Tensor) or not how.fits(inputs):
-            record(module, args, kwargs, output)
-            return None
-        spread = how.expand(output, samples)
-        record(module, (how.expand(inputs, samples),), {}, spread)
-        return spread
-
-    return hook
 
 
 def _edge(output: Tensor) -> GradientEdge:
@@ -270,10 +219,6 @@ def _edge(output: Tensor) -> GradientEdge:
     if base is None or base.grad_fn is None or base.numel() != output.numel():
         return get_gradient_edge(output)
     return get_gradient_edge(base if base.is_contiguous() and output.is_contiguous() else output)
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
 
 
 @contextmanager
@@ -290,16 +235,31 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Networks run as written: a compiled one may skip hooks and refuses a second backward pass."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 class Functional:
-    """The model as a function of some of its parameters and a batch, through the user's ``forward``."""
+    """The model as a function of some of its parameters and a batch, through the user's ``forward``.
+
+    Attributes:
+        copies_inputs: Whether the model runs on copies of the batch's tensors, because it changes them in place.
+    """
 
     def __init__(self, model: nn.Module, forward: Forward | None) -> None:
         self.model = model
         self.run = forward or forward_of
+        self.copies_inputs = False
 
     def __call__(self, batch: Any) -> Tensor:
         """The outputs for a batch."""
-        return self.run(self.model, batch)
+        return self.run(self.model, copied(batch) if self.copies_inputs else batch)
 
     def at(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
         """The outputs with ``weights`` in place of the model's own parameters of those names."""
@@ -329,22 +289,77 @@ class Functional:
                 parameters[own] = p
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Which entries of a batch have one row per sample: those of the batch's length, except ``shared`` ones.
+
+    Attributes:
+        shared: Places among the batch's entries that all samples share although they have the batch's length, such as
+            a T × T mask in a batch of T samples.
+    """
+
+    shared: frozenset[int] = frozenset()
+
+    def take(self, batch: Any, index: slice | Tensor) -> Any:
+        """Some samples of a batch."""
+        rows, rebuild = self.split(batch)
+        return rebuild([row[index] for row in rows])
+
+    def split(self, batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+        """The tensors that have one row per sample, and a function that rebuilds a batch from such tensors."""
+        size = batch_size_of(batch)
+        leaves, spec = tree_flatten(batch)
+        places = [i for i, v in enumerate(leaves) if _has_rows(v, size) and i not in self.shared]
+
+        def rebuild(rows: list[Tensor]) -> Any:
+            values = list(leaves)
+            for place, value in zip(places, rows, strict=True):
+                values[place] = value
+            return tree_unflatten(values, spec)
+
+        return [leaves[i] for i in places], rebuild
+
+    @staticmethod
+    def uncertain(batch: Any) -> list[int]:
+        """Places of the entries of the batch's length, except the first, which defines it."""
+        size = batch_size_of(batch)
+        return [i for i, v in enumerate(tree_flatten(batch)[0]) if _has_rows(v, size)][1:]
+
+
+def _has_rows(value: object, size: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == size
+
+
 def take(batch: Any, index: slice | Tensor) -> Any:
-    """Some samples of a batch: every tensor with the batch's length is indexed, everything else stays."""
-    size = batch_size_of(batch)
-    return tree_map(lambda v: v[index] if isinstance(v, Tensor) and v.ndim and len(v) == size else v, batch)
+    """Some samples of a batch: every tensor of the batch's length is indexed, everything else stays."""
+    return Samples().take(batch, index)
 
 
-def split_samples(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """The tensors of a batch that have a row a sample, and a function that rebuilds a batch from such tensors."""
-    size = batch_size_of(batch)
-    leaves, spec = tree_flatten(batch)
-    places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor) and v.ndim and len(v) == size]
+def copied(batch: Any) -> Any:
+    """The batch with copies of its tensors, for a network that may change its input in place."""
+    return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, batch)
 
-    def rebuild(rows: list[Tensor]) -> Any:
-        values = list(leaves)
-        for place, value in zip(places, rows, strict=True):
-            values[place] = value
-        return tree_unflatten(values, spec)
 
-    return [leaves[i] for i in places], rebuild
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that have a curvature, by name.
+
+    Raises:
+        TypeError: The model is not a module.
+        ValueError: There is none, or one holds no real numbers: it is lazy, on the meta device, complex or sparse.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}.")
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError("the model has no trainable parameter; set requires_grad on those that matter.")
+    for name, p in found.items():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(f"{name!r} is lazy and has no shape yet; run the model on one batch first.")
+        if p.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values; load or initialise the weights first.")
+        if not p.is_floating_point() or p.layout != torch.strided:
+            raise ValueError(
+                f"{name!r} is a {p.dtype} tensor with layout {p.layout}; curvature needs dense real numbers. Use "
+                "requires_grad_(False) for it, or a dense float parameter."
+            )
+    return found

@@ -1,4 +1,4 @@
-"""The rule for everything else: per-sample gradients by ``torch.func``, a few samples at a time."""
+"""The generic rule: per-sample gradients of any parameter by ``torch.func``, a few samples at a time."""
 
 import warnings
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from shaver.curvature.blocks import at_least_float32
-from shaver.curvature.capture import Functional, split_samples, take
+from shaver.curvature.capture import Functional, Samples
 
 
 class GenericRule:
-    """Per-sample gradients of any parameter of any model, exact, slower than a layer's own rule.
+    """Per-sample gradients of any parameter of any model: exact, and slower than a layer's own rule.
 
     Args:
         function: The model as a function of parameters and batch.
         budget: Bytes of per-sample gradients to hold at once.
-        vectorised: Use vmap; else one sample at a time.
+        samples: Which entries of a batch have one row per sample.
+        vectorised: Use vmap where it works; else one sample at a time.
     """
 
-    def __init__(self, function: Functional, budget: int, vectorised: bool) -> None:
-        self.function = function
-        self.budget = budget
-        self.vectorised = vectorised
+    def __init__(self, function: Functional, budget: int, samples: Samples, vectorised: bool) -> None:
+        self.function, self.budget = function, budget
+        self.samples, self.vectorised = samples, vectorised
 
     def square_sum(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
         """Σ_k Σ_n (∂⟨f(x_n), c_kn⟩/∂θ)² for each of ``weights``.
@@ -40,19 +40,22 @@ class GenericRule:
         step = max(1, min(count, self.budget // max(sample, 1)))
         for start in range(0, count, step):
             piece = slice(start, min(start + step, count))
-            for name, grads in self._gradients(weights, take(batch, piece), cotangents[:, piece]):
-                totals[name] += grads.to(totals[name].dtype).square().sum((0, 1))
+            grads = self._gradients(weights, self.samples.take(batch, piece), cotangents[:, piece])
+            for name, rows in grads.items():
+                totals[name] += rows.detach().to(totals[name].dtype).square().sum((0, 1))
         return totals
 
-    def _gradients(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> list[tuple[str, Tensor]]:
-        """(name, ``(K, n, *shape)``) pairs; one loop over samples where vmap cannot go."""
+    def _gradients(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
+        """``(K, n, *shape)`` by name; one sample after another where vmap cannot go."""
         detached = {name: w.detach() for name, w in weights.items()}
-        if self.vectorised:
-            return list(vmapped_gradients(self.function, detached, batch, cotangents).items())
+        found = vmapped_gradients(self.function, detached, batch, cotangents, self.samples) if self.vectorised else None
+        if found is not None:
+            return found
         rows = [
-            self._single(detached, take(batch, slice(n, n + 1)), cotangents[:, n]) for n in range(cotangents.shape[1])
+            self._single(detached, self.samples.take(batch, slice(n, n + 1)), cotangents[:, n])
+            for n in range(cotangents.shape[1])
         ]
-        return [(name, torch.stack([row[name] for row in rows], 1)) for name in detached]
+        return {name: torch.stack([row[name] for row in rows], 1) for name in detached}
 
     def _single(self, weights: dict[str, Tensor], batch: Any, rows: Tensor) -> dict[str, Tensor]:
         leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
@@ -62,16 +65,20 @@ class GenericRule:
             for row in rows
         ]
         return {
-            name: torch.stack([torch.zeros_like(w) if g[i] is None else g[i] for g in grads])
+            name: torch.stack([torch.zeros_like(w) if g[i] is None else g[i].to_dense() for g in grads])
             for i, (name, w) in enumerate(leaves.items())
         }
 
 
 def vmapped_gradients(
-    function: Functional, weights: dict[str, Tensor], batch: Any, cotangents: Tensor
-) -> dict[str, Tensor]:
-    """∂⟨f(x_n), c_kn⟩/∂θ for all samples and output gradients at once: ``(K, B, *shape)`` by name."""
-    tensors, rebuild = split_samples(batch)
+    function: Functional, weights: dict[str, Tensor], batch: Any, cotangents: Tensor, samples: Samples
+) -> dict[str, Tensor] | None:
+    """∂⟨f(x_n), c_kn⟩/∂θ for all samples and output gradients at once: ``(K, B, *shape)`` by name.
+
+    Returns:
+        None where vmap cannot go: data-dependent control flow, or an operator without a batching rule.
+    """
+    tensors, rebuild = samples.split(batch)
 
     def one(sample: list[Tensor], rows: Tensor) -> dict[str, Tensor]:
         def outputs(w: dict[str, Tensor]) -> Tensor:
@@ -80,7 +87,10 @@ def vmapped_gradients(
         pullback = torch.func.vjp(outputs, weights)[1]
         return torch.func.vmap(lambda row: pullback(row)[0])(rows)  # type: ignore[no-any-return]
 
+    over_samples = torch.func.vmap(one, in_dims=(0, 1), out_dims=1, randomness="different")
     with warnings.catch_warnings():  # an operator without a batching rule is slower, not wrong
         warnings.filterwarnings("ignore", message="There is a performance drop")
-        over_samples = torch.func.vmap(one, in_dims=(0, 1), out_dims=1, randomness="different")
-        return over_samples(tensors, cotangents)  # type: ignore[no-any-return]
+        try:
+            return {name: rows.detach() for name, rows in over_samples(tensors, cotangents).items()}
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            return None

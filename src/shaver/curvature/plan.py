@@ -1,15 +1,17 @@
 """Which rule serves which parameter, and how a recorded pass becomes per-sample gradients by it.
 
-Plans are made by :mod:`shaver.curvature.planning`.
+:mod:`shaver.curvature.choice` makes plans.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from shaver.curvature.blocks import at_least_float32
-from shaver.curvature.capture import Call, Copies, Spread
+from shaver.curvature.capture import Call, Copies, Recording, Samples
 from shaver.curvature.rules import Rule
 from shaver.curvature.uses import Dense, Use, merge
 
@@ -18,122 +20,157 @@ from shaver.curvature.uses import Dense, Use, merge
 LAYOUTS = ("first", "second", "folded", "folded last")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A rule for a module, and where the samples stand in its input.
+@dataclass
+class Layer:
+    """A layer and the rule that serves some of its parameters.
 
     Attributes:
         label: The rule's name.
         rule: The rule.
         layout: One of :data:`LAYOUTS`.
+        parameters: The parameter's own name in the layer → its name in the model.
     """
 
     label: str
     rule: Rule
     layout: str
+    parameters: dict[str, str] = field(default_factory=dict)
+
+    def fits(self, shape: torch.Size, count: int) -> bool:
+        """Whether an input of this shape can hold ``count`` samples in this layout."""
+        if self.layout == "first":
+            return shape[0] == count
+        if self.layout == "second":
+            return len(shape) > 1 and shape[1] == count
+        return shape[0] > 0 and shape[0] % count == 0
 
 
 @dataclass
 class Plan:
-    """The outcome: how each wanted parameter is computed.
+    """How each trainable parameter is computed.
 
     Attributes:
-        choices: (module name, parameter's own name in it, parameter name in the model) → choice.
-        copies: Raw parameters that are given one copy a sample: parameter name → how.
-        linears: Weights that are used by ``F.linear`` outside a layer of their own.
-        spread: Modules whose input has no samples: module name → how they are given one copy a sample.
+        layers: Layers by their name in the model (or that of an ``F.linear`` call).
+        copies: Raw parameters with one copy per sample, by parameter name.
         generic: Parameters left to the generic rule, with the reason.
-        idle: Parameters no gradient reached in the check; looked at again in every batch.
-        rows: Module name → rows a sample that a folded layout had in the check. Another number might mean that the
-            rows are chosen by the data, so it is not trusted.
+        idle: Parameters that no gradient reached in the probe; each batch asks again.
+        recording: What to record of a pass.
+        samples: Which entries of a batch have one row per sample.
+        routed: Whether the data may decide which rows a layer sees; each batch is checked then.
+        alters_inputs: Whether the network changes its input in place.
         vectorised: Whether the generic rule may use vmap: operators exist whose batching rule is wrong.
-        modules: Module name → module, for those with a choice.
-        outputs: Numbers a sample in the recorded outputs: what K backward passes have to keep.
-        patches: The largest number of inputs a sample any layer unfolds to.
+        outputs: Numbers per sample in the recorded outputs, which a backward pass has to hold.
+        patches: The largest number of values per sample that any layer's inputs unfold to.
     """
 
-    choices: dict[tuple[str, str, str], Choice] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
     copies: dict[str, Copies] = field(default_factory=dict)
-    linears: dict[str, Tensor] = field(default_factory=dict)
-    spread: dict[str, Spread] = field(default_factory=dict)
     generic: dict[str, str] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
-    rows: dict[str, set[int]] = field(default_factory=dict)
-    vectorised: bool = True
-    modules: dict[str, nn.Module] = field(default_factory=dict)
+    recording: Recording = field(default_factory=Recording)
+    samples: Samples = field(default_factory=Samples)
+    routed: bool = False
+    alters_inputs: bool = False
+    vectorised: bool = False
     outputs: int = 0
     patches: int = 0
 
-    def uses(self, calls: list[Call], grads: list[Tensor | None], batch: int) -> Iterator[tuple[str, Use]]:
+    def uses(
+        self, calls: Sequence[Call], grads: Sequence[Tensor | None], count: int, without: Collection[str] = ()
+    ) -> Iterator[tuple[str, Use]]:
         """Every planned parameter with its merged use, one parameter at a time.
 
         Args:
-            calls: What :func:`recording` recorded.
+            calls: What was recorded.
             grads: For each call the output gradients ``(K, *output.shape)``, or None.
-            batch: The number of samples.
+            count: The number of samples.
+            without: Parameters to leave out.
         """
         found: dict[str, list[Use]] = {}
-        doubted = self.doubted(calls, batch)
-        raw = {(copies.name, copies.own): name for name, copies in self.copies.items()}
         for call, grad in zip(calls, grads, strict=True):
-            if grad is None:
+            names = [name for name in self.served(call).values() if name not in without]
+            if grad is None or not names:
                 continue
             if call.parameter is not None:
-                use = Dense(at_least_float32(grad).reshape(len(grad), batch, *call.inputs.shape))
-                found.setdefault(raw[call.name, call.parameter], []).append(use)
+                use = Dense(at_least_float32(grad).reshape(len(grad), count, *call.inputs.shape))
+                found.setdefault(names[0], []).append(use)
                 continue
-            keys = [key for key in self.choices if key[0] == call.name]
-            if all(name in doubted for _, _, name in keys):
-                continue
-            choice = self.choices[keys[0]]
-            uses = choice.rule(call.module, *arranged(call, grad, choice.layout, batch))
-            for _, own, name in keys:
-                if name not in doubted:
+            layer = self.layers[call.name]
+            uses = layer.rule(call.module, *arranged(call, grad, layer.layout, count))
+            for own, name in layer.parameters.items():
+                if name in names:
                     found.setdefault(name, []).append(uses[own])
         for name, parts in found.items():
             yield name, merge(parts)
 
-    def doubted(self, calls: list[Call], batch: int) -> set[str]:
-        """Parameters whose layer was called with other rows than in the check: left to the generic rule this time.
+    def served(self, call: Call) -> dict[str, str]:
+        """The parameters that a call serves: own name → name in the model."""
+        if call.parameter is None:
+            return self.layers[call.name].parameters
+        places = ((c, name) for name, c in self.copies.items())
+        return {c.own: name for c, name in places if (c.name, c.own) == (call.name, call.parameter)}
 
-        A layer that serves only some samples or positions, chosen by the data, looks like that.
+    def doubted(self, calls: Sequence[Call], count: int) -> set[str]:
+        """Parameters of layers whose inputs cannot hold the samples as planned: left to the generic rule."""
+        layers = [(call, self.layers[call.name]) for call in calls if call.parameter is None]
+        wrong = (call for call, layer in layers if not layer.fits(call.inputs.shape, count))
+        return {name for call in wrong for name in self.served(call).values()}
+
+    def misrouted(self, calls: Sequence[Call], outputs: Tensor | GradientEdge, direction: Tensor) -> set[str]:
+        """Parameters of layers in which a row belongs to another sample than planned.
+
+        Found by two backward passes: a row of sample n has w_n times the gradient when each sample's output gradient is
+        multiplied by a weight w_n of its own.
+
+        Args:
+            calls: What was recorded.
+            outputs: The outputs, or their edge in the graph, which is kept.
+            direction: A gradient at the outputs.
         """
-        layouts = {module: choice.layout for (module, _, _), choice in self.choices.items()}
-        wrong = set()
-        for call in calls:
-            if call.parameter is not None or call.name not in layouts:
-                continue
-            layout, shape = layouts[call.name], call.inputs.shape
-            if layout == "first":
-                fits = shape[0] == batch
-            elif layout == "second":
-                fits = len(shape) > 1 and shape[1] == batch
-            else:
-                fits = shape[0] % batch == 0 and shape[0] // batch in self.rows[call.name]
-            if not fits:
-                wrong.add(call.name)
-        return {name for module, _, name in self.choices if module in wrong} if wrong else wrong
+        wrong = self.doubted(calls, count := len(direction))
+        kept = [call for call in calls if call.parameter is None and not wrong & set(self.served(call).values())]
+        if not kept:
+            return wrong
+        weights = 1 + torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(direction) / count
+        weighted = direction * weights.view(-1, *(1,) * (direction.ndim - 1))
+        plain, other = (
+            torch.autograd.grad(outputs, [call.edge for call in kept], rows, retain_graph=True, allow_unused=True)
+            for rows in (direction, weighted)
+        )
+        for call, *both in zip(kept, plain, other, strict=True):
+            if both[0] is not None and both[1] is not None:
+                layout = self.layers[call.name].layout
+                one, two = (arranged(call, grad.unsqueeze(0), layout, count)[1][0].flatten(1) for grad in both)
+                error = {torch.float64: 1e-8, torch.float32: 1e-3}.get(both[0].dtype, 0.1)
+                missed = (two - one * weights.to(one).unsqueeze(1)).abs()
+                if bool((missed > error * (one.abs() + 1e-2 * one.abs().max())).any()):
+                    wrong |= set(self.served(call).values())
+        return wrong
 
-    def single_uses(self, calls: list[Call]) -> set[tuple[str, str | None]]:
-        """(module, raw parameter or None) of the calls whose parameters occur in no other of these calls."""
-        users: dict[str, list[tuple[str, str | None]]] = {}
-        for call in calls:
-            names = [key[2] for key in self.choices if key[0] == call.name] if call.parameter is None else []
-            names += [n for n, c in self.copies.items() if (c.name, c.own) == (call.name, call.parameter)]
-            for name in names:
-                users.setdefault(name, []).append((call.name, call.parameter))
-        shared = {user for several in users.values() if len(several) > 1 for user in several}
-        return {(call.name, call.parameter) for call in calls} - shared
+    def unseen(self, calls: Sequence[Call]) -> list[str]:
+        """Parameters that are not left to the generic rule and that no recorded call serves."""
+        seen = {name for call in calls for name in self.served(call).values()}
+        planned = [name for layer in self.layers.values() for name in layer.parameters.values()]
+        return [name for name in dict.fromkeys([*planned, *self.copies, *self.idle]) if name not in seen]
+
+    def single_uses(self, calls: Sequence[Call]) -> list[bool]:
+        """For each call whether its parameters occur in no other of these calls."""
+        names = [list(self.served(call).values()) for call in calls]
+        counts: dict[str, int] = {}
+        for name in (name for several in names for name in several):
+            counts[name] = counts.get(name, 0) + 1
+        return [all(counts[name] == 1 for name in several) for several in names]
 
     def labels(self) -> dict[str, str]:
         """Parameter → rule, in words."""
         words: dict[str, list[str]] = {}
-        for (module, _, name), choice in self.choices.items():
-            place = "" if choice.layout == "first" else f" ({choice.layout})"
-            place = " (one copy a sample)" if module in self.spread else place
-            words.setdefault(name, []).append(choice.label + place)
+        for module, layer in self.layers.items():
+            place = "" if layer.layout == "first" else f" ({layer.layout})"
+            place = " (one copy per sample)" if module in self.recording.spread else place
+            for name in layer.parameters.values():
+                words.setdefault(name, []).append(layer.label + place)
         labels = {name: " + ".join(parts) for name, parts in words.items()}
-        labels |= dict.fromkeys(self.copies, "one copy a sample")
+        labels |= dict.fromkeys(self.copies, "one copy per sample")
         labels |= {name: f"generic: {reason}" for name, reason in self.generic.items()}
         return labels | dict.fromkeys(self.idle, "no gradient reaches it")
 
@@ -141,13 +178,11 @@ class Plan:
 def arranged(call: Call, grad: Tensor, layout: str, count: int) -> tuple[Tensor, Tensor]:
     """Inputs and output gradients with the samples first, in at least single precision."""
     inputs, grads = call.inputs, grad.reshape(len(grad), *call.shape)
-    if layout == "first":
-        if inputs.shape[0] != count or grads.shape[1] != count:
-            raise ValueError("the samples do not come first")
-    elif layout == "second":
+    if layout == "second":
         inputs, grads = inputs.transpose(0, 1), grads.transpose(1, 2)
+    if layout in ("first", "second"):
         if inputs.shape[0] != count or grads.shape[1] != count:
-            raise ValueError("the samples do not come second")
+            raise ValueError(f"the samples do not come {layout}")
     elif inputs.shape[0] % count:
         raise ValueError("the samples are not folded into the first dimension")
     elif layout == "folded":

@@ -1,6 +1,5 @@
-"""What is different where each process holds a part of every parameter (FSDP2)."""
+"""Plans for whole and for sharded parameters (FSDP2), and what sharded ones do not allow."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,41 +7,46 @@ from torch import nn
 
 from shaver.batches import Forward
 from shaver.curvature.capture import undisturbed
+from shaver.curvature.choice import make_plan
 from shaver.curvature.plan import Plan
-from shaver.curvature.planning import make_plan
-from shaver.ranks import Ranks
+from shaver.ranks import HeldParameters
 from shaver.shards import whole_copy
 
 
-def plan_by_copy(model: nn.Module, forward: Forward, batch: Any) -> Plan:
-    """A sharded model has its weights only while it runs: the plan is made with a copy that has them all.
+def plan_for(held: HeldParameters, model: nn.Module, forward: Forward, batch: Any) -> Plan:
+    """Choose the rules; for sharded parameters with a copy, because they have their values only while the model runs.
 
     Raises:
-        NotImplementedError: A parameter is used outside a layer that has a rule.
+        NotImplementedError: A sharded parameter is used outside a layer that has a rule, or the data choose the rows
+            that a layer sees.
     """
+    if not held.is_sharded:
+        with undisturbed(model):
+            return make_plan(model, forward, batch, held.parameters)
     copy = whole_copy(model)
-    wanted = {name: p for name, p in copy.named_parameters() if p.requires_grad}
     with undisturbed(copy):
-        plan = make_plan(copy, forward, batch, wanted)
-    if alone := [*plan.generic, *plan.linears]:
+        plan = make_plan(copy, forward, batch, {name: p for name, p in copy.named_parameters() if p.requires_grad})
+    check_generic(held, [*plan.generic, *plan.recording.linears])
+    if plan.routed:
         raise NotImplementedError(
-            f"{alone[0]!r} is used outside a layer that has a rule, and sharded parameters need one; train with "
-            "DistributedDataParallel, or set requires_grad to False for it."
+            "the data choose which rows a layer sees (a mixture of experts, an index by a tensor), which sharded "
+            "parameters do not allow; train with DistributedDataParallel."
         )
-    plan.modules = {name: model.get_submodule(name) for name in plan.modules}
-    plan.copies = {n: replace(c, module=model.get_submodule(c.name)) for n, c in plan.copies.items()}
+    modules = {name: model.get_submodule(name) for name in plan.recording.modules}
+    copies = [replace(raw, module=model.get_submodule(raw.name)) for raw in plan.recording.copies]
+    plan.recording = replace(plan.recording, modules=modules, copies=copies)
     return plan
 
 
-def check_same_unit(ranks: Ranks, unit: float, loss: str, count: int) -> None:
-    """Squares of several ranks are summed before they are scaled, so that one unit has to be right for all.
+def check_generic(held: HeldParameters, names: list[str]) -> None:
+    """Refuse the generic rule, which needs whole parameters, where they are sharded.
 
     Raises:
-        ValueError: The ranks have different numbers of samples, and the loss is a mean over each one's own.
+        NotImplementedError: There is a parameter that needs it.
     """
-    (total,) = ranks.total(unit)
-    if not math.isclose(total, unit * ranks.size, rel_tol=1e-9):
-        raise ValueError(
-            f'with sharded parameters loss="{loss}" needs as many samples on every rank ({count} here); use '
-            'loss="auto".'
+    if names and held.is_sharded:
+        raise NotImplementedError(
+            f"{names[0]!r} is used outside a layer that has a rule, or its layer was called with other rows than in "
+            "the first step; sharded parameters allow neither. Train with DistributedDataParallel, or set "
+            "requires_grad to False for it."
         )

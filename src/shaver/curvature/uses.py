@@ -7,7 +7,6 @@ gradients themselves for a few samples at a time (where a parameter is used in s
 Shapes: B samples, K output gradients, T positions (pixels, tokens) a sample, g groups, I inputs, O outputs.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-#: Bytes of per-sample gradients built at once: small enough to stay in a core's cache.
-TILE = 4 * 2**20
+from shaver.curvature import kernels
+from shaver.curvature.kernels import Kernel
 
 
 class Use(Protocol):
@@ -78,24 +77,6 @@ class Shift:
         return _gradient_factor(self.grads, self.groups, reduce)
 
 
-@dataclass(frozen=True)
-class Built:
-    """Per-sample gradients of a weight by a kernel of its own.
-
-    Attributes:
-        gradients: From a slice of samples and their output gradients ``(n, K·O, T)`` to the gradients, in a layout of
-            its own with the samples in the second dimension: sums over them need no copy.
-        weights: From such a sum, without that dimension, to ``(K·O, *shape[1:])``.
-        numbers: What one sample and one output gradient weigh in a tile.
-        up_to: The largest K·O for which it is the faster way.
-    """
-
-    gradients: Callable[[slice, Tensor], Tensor]
-    weights: Callable[[Tensor], Tensor]
-    numbers: int
-    up_to: float = math.inf
-
-
 @dataclass
 class Outer:
     """A weight matrix: g_n = Σ_t b_nt a_ntᵀ, with inputs a and output gradients b at T positions.
@@ -107,7 +88,7 @@ class Outer:
         shape: The parameter's shape, ``(g·O, I, …)`` or, transposed, ``(I, O)``.
         groups: g.
         transposed: The parameter is stored ``(I, O)``.
-        built: A kernel that builds per-sample gradients faster than patches do; only without groups.
+        kernel: Builds per-sample gradients faster than patches do; only without groups.
     """
 
     inputs: Callable[[slice], Tensor]
@@ -115,7 +96,7 @@ class Outer:
     shape: torch.Size
     groups: int = 1
     transposed: bool = False
-    built: Built | None = None
+    kernel: Kernel | None = None
 
     def _to_shape(self, values: Tensor) -> Tensor:
         """``(…, g·O, I)`` → ``(…, *shape)``."""
@@ -123,10 +104,7 @@ class Outer:
         return values.reshape(*values.shape[:-2], *self.shape)
 
     def _tiles(self, numbers: int, beside: int = 0) -> Iterator[slice]:
-        """Slices of samples such that ``numbers`` for each fit a tile, or take as much room as ``beside`` numbers."""
-        batch, width = self.grads.shape[1], self.grads.element_size()
-        step = min(batch, max(1, max(TILE, beside * width) // (numbers * width)))
-        return (slice(start, min(start + step, batch)) for start in range(0, batch, step))
+        return kernels.tiles(self.grads.shape[1], self.grads.element_size(), numbers, beside)
 
     def square_sum(self) -> Tensor:
         """Σ g² for these output gradients alone."""
@@ -151,20 +129,21 @@ class Outer:
                 return self._to_shape(b.t() @ a)
             b, a = b.view(batch, g, outs), a.view(batch, g, ins)
             return self._to_shape(torch.einsum("ngo,ngi->goi", b, a).flatten(0, 1))
-        if self.built is not None and columns * outputs <= self.built.up_to:
+        if self.kernel is not None and columns * outputs <= self.kernel.up_to:
             stacked = grads[0] if len(grads) == 1 else torch.cat(list(grads))
-            squared: list[Tensor] = []
-            for piece in self._tiles(columns * self.built.numbers):
+            squared: Tensor | None = None
+            for piece in self._tiles(columns * self.kernel.numbers):
                 b = stacked[:, piece].transpose(0, 1).flatten(1, 2)
-                squared.append(self.built.gradients(piece, b).square_().sum(1))
-            total = self.built.weights(_added(squared)).reshape(columns, outs, ins).sum(0)
-            return self._to_shape(total)
+                part = self.kernel.gradients(piece, b).square_().sum(1)
+                squared = part if squared is None else squared.add_(part)
+            assert squared is not None
+            return self._to_shape(self.kernel.weights(squared).reshape(columns, outs, ins).sum(0))
         total = self.grads.new_zeros(g, outs, ins)
         for piece in self._tiles(columns * outputs * (ins + positions) + g * ins * positions):
             # (n·g, K·O, T) @ (n·g, T, I)
             a = self.inputs(piece).reshape(-1, ins, positions).transpose(1, 2)
             rows = [grad[:, piece].transpose(0, 1) for grad in grads]  # (n, K, g·O, T)
-            b = _grouped(rows[0] if len(rows) == 1 else torch.cat(rows, 1), 2, g).transpose(1, 2)
+            b = kernels.grouped(rows[0] if len(rows) == 1 else torch.cat(rows, 1), 2, g).transpose(1, 2)
             part = torch.bmm(b.reshape(len(a), columns * outs, positions), a)
             if len(part) == columns == 1:
                 total.addcmul_(part, part)
@@ -174,8 +153,8 @@ class Outer:
 
     def per_sample(self, start: int, stop: int) -> Tensor:
         """Σ_t b aᵀ, built."""
-        a = _grouped(self.inputs(slice(start, stop)), 1, self.groups)
-        b = _grouped(self.grads[:, start:stop], 2, self.groups)
+        a = kernels.grouped(self.inputs(slice(start, stop)), 1, self.groups)
+        b = kernels.grouped(self.grads[:, start:stop], 2, self.groups)
         return self._to_shape(torch.einsum("kngot,ngit->kngoi", b, a).flatten(2, 3))
 
     def input_factor(self, reduce: bool) -> tuple[Tensor, int]:
@@ -186,7 +165,7 @@ class Outer:
         for piece in self._tiles(2 * ins * positions, beside=ins * ins // self.groups):
             inputs = self.inputs(piece)
             inputs = inputs.mean(-1, keepdim=True) if reduce else inputs
-            part = _outer_sum(inputs, self.groups)
+            part = kernels.outer_sum(inputs, self.groups)
             total = part if total is None else total.add_(part)
         assert total is not None
         return total, batch * (1 if reduce else positions)
@@ -294,7 +273,7 @@ class Tied:
         columns, batch, rows, positions = self.matrix.grads.shape
         width = self.matrix.shape[1]
         total = self.matrix.grads.new_zeros(self.matrix.shape)
-        step = min(rows, max(1, TILE // (columns * (width + positions) * total.element_size())))
+        step = min(rows, max(1, kernels.TILE // (columns * (width + positions) * total.element_size())))
         looked_up = self.table.masked()
         for n in range(batch):
             inputs = self.matrix.inputs(slice(n, n + 1))[0].t().contiguous()  # (T, I)
@@ -336,48 +315,6 @@ class Several:
         return total
 
 
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    """Their sum, in the first of them."""
-    for part in parts[1:]:
-        parts[0].add_(part)
-    return parts[0]
-
-
 def _gradient_factor(grads: Tensor, groups: int, reduce: bool) -> Tensor:
     grads = grads.sum(-1, keepdim=True) if reduce else grads
-    return _outer_sum(grads.transpose(0, 1).flatten(0, 1), groups)
-
-
-def _outer_sum(values: Tensor, groups: int) -> Tensor:
-    """Σ_n Σ_t v vᵀ for ``(N, g·D, T)``, group by group: ``(g, D, D)``.
-
-    One group by the lower triangle, mirrored afterwards; positions that lie one after another (tokens) or are many stay
-    where they are, others are brought into one matrix first.
-    """
-    _, size, positions = values.shape
-    if groups > 1:
-        flat = _grouped(values, 1, groups).permute(1, 2, 0, 3).flatten(2)
-        return flat @ flat.transpose(1, 2)
-    by_position = values.transpose(1, 2)
-    rows: Sequence[Tensor] | Tensor  # of (D, positions) matrices
-    if by_position.is_contiguous():
-        rows = [by_position.flatten(0, 1).t()]
-    elif size < 128 and size <= positions:
-        return torch.bmm(values, by_position).sum(0, keepdim=True)
-    elif positions >= 256:
-        rows = values
-    else:
-        rows = [values.transpose(0, 1).flatten(1)]
-    total = values.new_zeros(size, size)
-    step = max(64, size // 8)
-    for matrix in rows:
-        for start in range(0, size, step):
-            total[start : start + step, : start + step].addmm_(matrix[start : start + step], matrix[: start + step].t())
-    for start in range(step, size, step):
-        total[:start, start : start + step] = total[start : start + step, :start].t()
-    return total.unsqueeze(0)
-
-
-def _grouped(values: Tensor, dim: int, groups: int) -> Tensor:
-    """Dimension ``dim`` of size g·D as two, (g, D)."""
-    return values.reshape(*values.shape[:dim], groups, -1, *values.shape[dim + 1 :])
+    return kernels.outer_sum(grads.transpose(0, 1).flatten(0, 1), groups)

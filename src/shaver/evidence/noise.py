@@ -1,9 +1,11 @@
 """The noise of a regression, learned from the evidence like the prior."""
 
 import math
+import warnings
+from collections.abc import Callable
 
 from shaver.curvature.blocks import Curvature
-from shaver.likelihoods import Regression
+from shaver.likelihoods import Likelihood, Regression
 
 
 def improve_noise(
@@ -49,3 +51,49 @@ def improve_noise(
         block.scale(old / new)
     curvature.log_likelihood = -0.5 * squares / new - 0.5 * count * math.log(2 * math.pi * new)
     return new
+
+
+class NoiseLearner:
+    """Learns a regression's noise while the prior is learned; does nothing for other likelihoods.
+
+    Args:
+        likelihood: The likelihood in training.
+
+    Attributes:
+        outputs: D, the number of outputs of a sample.
+    """
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self.likelihood = likelihood
+        self.outputs = 1
+        self._has_warned = False
+
+    def update(self, curvature: Curvature, effective: Callable[[], float], temperature: float) -> float | None:
+        """Improve the noise and bring the curvature along.
+
+        Args:
+            curvature: H and the log likelihood under the old noise; rescaled in place.
+            effective: Gives Σ γ under the old noise; called where the noise changes only.
+            temperature: The data count 1/T times.
+
+        Returns:
+            The factor by which H has changed, or None.
+        """
+        if not isinstance(self.likelihood, Regression):
+            return None
+        if not math.isfinite(curvature.log_likelihood):
+            if not self._has_warned:
+                warnings.warn(
+                    "the likelihood is not known, so that the noise of the regression stays as it is: differentiate "
+                    "spam.loss(outputs, targets) in place of F.mse_loss.",
+                    stacklevel=2,
+                )
+                self._has_warned = True
+            return None
+        old = self.likelihood.noise
+        improve_noise(self.likelihood, curvature, effective(), outputs=self.outputs, temperature=temperature)
+        return old / self.likelihood.noise
+
+    def statistics(self) -> dict[str, float]:
+        """The noise, where there is one."""
+        return {"noise": self.likelihood.noise} if isinstance(self.likelihood, Regression) else {}

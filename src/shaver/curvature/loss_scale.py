@@ -13,7 +13,7 @@ PIECE = 2**22
 
 
 @dataclass(frozen=True)
-class Reading:
+class LossScale:
     """What the gradient at the outputs tells.
 
     Attributes:
@@ -25,7 +25,7 @@ class Reading:
     nll: float
 
 
-def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> Reading | None:
+def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> LossScale | None:
     """Find c and the labels from ∂loss/∂f = c · (softmax(f) − e_y), the gradient of cross entropy.
 
     Each row has one negative entry, at its label; ignored rows are zero. No assumption is made about how the loss
@@ -68,7 +68,7 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
             "sample weights, a further term, or outputs that are already probabilities), so its scale cannot be "
             'read. Pass loss="mean" or loss="sum", whichever reduction it uses, and source="mc".'
         )
-    return Reading(factor, nll)
+    return LossScale(factor, nll)
 
 
 def _sums(f: Tensor, g: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One pass of training that is watched: what its layers saw, and the hooks that catch its gradients on their way."""
+"""One curvature measurement: a recorded forward pass of training, and the gradients of its backward pass."""
 
 import math
 from collections.abc import Callable
@@ -9,23 +9,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from shaver.curvature import kernels
 from shaver.curvature.capture import Call
+from shaver.curvature.loss_scale import read_loss
 from shaver.curvature.plan import Plan
-from shaver.curvature.reading import read_loss
 from shaver.likelihoods import Classification, Likelihood
-
-#: Numbers in the outputs of all layers beyond which MC does not hold their gradients side by side.
-STREAMED = 2**26
 
 
 @dataclass(frozen=True)
-class Look:
-    """What is wanted of a pass.
+class Request:
+    """What is to be measured.
 
     Attributes:
         source: ``"ef"`` or ``"mc"``.
         likelihood: What the outputs mean.
-        reads: Whether the loss's scale is read off its gradient at the outputs.
+        reads_scale: Whether the loss's scale is read off its gradient at the outputs.
         generator: For the labels that MC draws.
         add: ``add(parameter name, sum of squares)``, in units of the negative log likelihood.
         always: Whether zeros are added too, because other ranks wait for them.
@@ -33,71 +31,76 @@ class Look:
 
     source: str
     likelihood: Likelihood
-    reads: bool
+    reads_scale: bool
     generator: torch.Generator
     add: Callable[[str, Tensor], None]
     always: bool = False
 
 
-class Pass:
+class Measurement:
     """One forward pass and, once it happened, its backward pass.
 
     Args:
-        args: The model's arguments.
-        kwargs: Its keyword arguments.
+        inputs: The model's arguments, ``(args, kwargs)``.
         count: The number of samples.
-        look: What is wanted.
+        request: What is to be measured.
+        plan: Which rule serves which parameter.
 
     Attributes:
-        calls: The calls of layers that have a rule.
+        calls: The recorded calls of layers that have a rule.
         cotangent: The gradient at the outputs whose square counts: the loss's own for EF, the drawn one for MC.
         backward: Whether the backward pass has reached the outputs.
         factor: c in loss = c · Σ −log p; 1 where it is not read off, 0 where no sample has a loss.
         nll: Σ −log p, NaN unless read or told.
+        left: Parameters for the generic rule.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, look: Look) -> None:
-        self.args, self.kwargs, self.count, self.look = args, kwargs, count, look
+    def __init__(self, inputs: tuple[Any, Any], count: int, request: Request, plan: Plan) -> None:
+        self.inputs, self.count, self.request, self.plan = inputs, count, request, plan
         self.calls: list[Call] = []
         self.cotangent: Tensor | None = None
         self.backward = False
         self.factor, self.nll = 0.0, math.nan
-        self._plan: Plan | None = None
+        self.left: list[str] = []
         self._outputs: Tensor | None = None
         self._edge: GradientEdge | None = None
         self._caught: dict[int, Tensor | None] = {}  # place of the call → gradient, None once it is squared
         self._streams = self._sampling = False
 
-    def attend(self, outputs: Tensor, plan: Plan) -> None:
-        """The forward pass is over: hook into the graph, to be there when the backward pass comes by."""
-        if isinstance(self.look.likelihood, Classification):
-            self.look.likelihood.check_classes(outputs)
-        self._plan, self._outputs, self._edge = plan, outputs.detach(), _before_casts(get_gradient_edge(outputs))
+    @property
+    def _draws(self) -> bool:
+        """Whether the measurement makes a backward pass of its own: MC does, and routed rows have to be checked."""
+        return self.request.source == "mc" or self.plan.routed
+
+    def forward_done(self, outputs: Tensor) -> None:
+        """The forward pass is over: hook into its graph for the backward pass."""
+        if isinstance(self.request.likelihood, Classification):
+            self.request.likelihood.check_classes(outputs)
+        self._outputs, self._edge = outputs.detach(), _before_casts(get_gradient_edge(outputs))
+        self.left = [*self.plan.generic, *self.plan.doubted(self.calls, self.count)]
         # before the layers' hooks: the last layer's needs what is read at the outputs
         self._edge.node.register_prehook(self._at_outputs(self._edge.output_nr))
-        self._streams = self.look.source == "mc" and sum(call.shape.numel() for call in self.calls) > STREAMED
-        if self.look.source == "ef" or self._streams:
-            alone = plan.single_uses(self.calls)
+        self._streams = self._draws and sum(call.shape.numel() for call in self.calls) > kernels.STREAMED
+        if not self._draws or self._streams:
+            alone = self.plan.single_uses(self.calls)
             for place, call in enumerate(self.calls):
-                at_once = (call.name, call.parameter) in alone
-                call.edge.node.register_prehook(self._at_layer(place, call.edge.output_nr, at_once))
+                call.edge.node.register_prehook(self._at_layer(place, call.edge.output_nr, alone[place]))
 
     def finish(self) -> None:
         """Add what could not be squared on the way: layers used several times."""
-        waiting = {place: gradient for place, gradient in self._caught.items() if gradient is not None}
-        self._square(waiting)
+        self._square({place: gradient for place, gradient in self._caught.items() if gradient is not None})
 
     def scaled(self, squares: Tensor) -> Tensor:
         """Squares of gradients of the loss as squares of gradients of the negative log likelihood, in place."""
-        return squares.div_(self.factor**2) if self.look.source == "ef" else squares
+        return squares.div_(self.factor**2) if self.request.source == "ef" else squares
 
     def clear(self) -> None:
-        """Let go of the graph, which holds this pass by its hooks, and of everything large.
+        """Let go of the graph, which holds this measurement by its hooks, and of everything large.
 
         A backward pass that comes later finds nothing to do.
         """
-        self.args, self.kwargs, self.calls, self._caught = (), {}, [], {}
-        self._plan = self._outputs = self._edge = self.cotangent = None
+        self.inputs, self.calls, self._caught = ((), {}), [], {}
+        self._outputs = self._edge = self.cotangent = None
         self.backward = False
 
     def _at_outputs(self, number: int) -> Callable[..., None]:
@@ -107,14 +110,13 @@ class Pass:
             if grads[number] is None or self.backward or self._outputs is None:
                 return
             self.backward = True
-            gradient = grads[number].detach()
-            self._read(self._outputs, gradient)
-            self.cotangent = gradient
-            if self.look.source == "mc":
-                self._sample(self._outputs, gradient)
+            outputs, gradient = self._outputs, grads[number].detach()
             self._outputs = None
-            assert self._plan is not None
-            if not (self._plan.generic or self._plan.idle or self._plan.doubted(self.calls, self.count)):
+            self._read(outputs, gradient)
+            self.cotangent = gradient if self.request.source == "ef" else self._drawn(outputs, gradient)
+            if self._draws and math.isfinite(self.factor):
+                self._backward(self.cotangent)
+            if not self.left and not self.plan.unseen(self.calls):
                 self.cotangent = None  # nobody will ask, and with a large vocabulary it is large
 
         return hook
@@ -125,8 +127,8 @@ class Pass:
         def hook(grads: tuple[Tensor, ...]) -> None:
             if grads[number] is None or place in self._caught or not self.backward:
                 return
-            if self.look.source == "mc" and not self._sampling:
-                return  # the loss's own gradient, which MC does not ask for
+            if self._draws and not self._sampling:
+                return  # the loss's own gradient, which is not measured
             self._caught[place] = grads[number].detach()
             if at_once:
                 self._square({place: grads[number].detach()})
@@ -134,26 +136,33 @@ class Pass:
         return hook
 
     def _read(self, outputs: Tensor, gradient: Tensor) -> None:
-        self.factor = 1.0  # a reduction that the user told is taken out at the end of the step
-        if not self.look.reads:
+        if not self.request.reads_scale:  # a reduction that the user told is taken out at the end of the step
+            self.factor = 1.0 if bool(torch.isfinite(outputs).all()) else math.nan
             return
-        assert isinstance(self.look.likelihood, Classification)
+        assert isinstance(self.request.likelihood, Classification)
         try:
-            reading = read_loss(self.look.likelihood, outputs, gradient)
+            scale = read_loss(self.request.likelihood, outputs, gradient)
         except FloatingPointError:  # judged at the end of the step: a loss scaler expects it now and then
             self.factor = self.nll = math.nan
             return
         # None: every label is predicted with certainty or ignored, there is nothing to read or to add
-        self.factor, self.nll = (0.0, 0.0) if reading is None else (reading.factor, reading.nll)
+        self.factor, self.nll = (0.0, 0.0) if scale is None else (scale.factor, scale.nll)
 
-    def _sample(self, outputs: Tensor, gradient: Tensor) -> None:
-        """MC's own backward pass, from inside the loss's: only now is it known which labels are ignored."""
-        assert self._edge is not None
-        likelihood = self.look.likelihood
-        drawn = likelihood.mc_gradient(outputs, self.look.generator).to(gradient.dtype)
+    def _drawn(self, outputs: Tensor, gradient: Tensor) -> Tensor:
+        """MC's output gradient. Only the loss's own shows which labels are ignored."""
+        likelihood = self.request.likelihood
+        if math.isnan(self.factor):
+            return gradient
+        drawn = likelihood.mc_gradient(outputs, self.request.generator).to(gradient.dtype)
         if isinstance(likelihood, Classification):
             drawn.mul_((gradient != 0).any(likelihood.class_dim, keepdim=True))
-        self.cotangent = drawn
+        return drawn
+
+    def _backward(self, cotangent: Tensor) -> None:
+        """A backward pass of the measurement's own, inside the loss's."""
+        assert self._edge is not None
+        if self.plan.routed:
+            self.left = [*self.plan.generic, *self.plan.misrouted(self.calls, self._edge, cotangent)]
         # layers that do not fit side by side are squared as the gradient comes by; only where it ends is asked for
         places = _ends(self._edge.node, self.calls) if self._streams else range(len(self.calls))
         edges = [self.calls[place].edge for place in places]
@@ -161,7 +170,7 @@ class Pass:
             return
         self._sampling = True
         try:
-            grads = torch.autograd.grad([self._edge], edges, [drawn], retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad([self._edge], edges, [cotangent], retain_graph=True, allow_unused=True)
         finally:
             self._sampling = False
         self._caught |= {place: g for place, g in zip(places, grads, strict=True) if place not in self._caught}
@@ -170,23 +179,23 @@ class Pass:
 
     def _square(self, gradients: dict[int, Tensor]) -> None:
         """Add the squares of per-sample gradients, given the gradients at the outputs of some calls."""
-        if not gradients or not (self.factor or self.look.always):
+        if not gradients or not (self.factor or self.request.always):
             return
-        assert self._plan is not None
         calls = [self.calls[place] for place in gradients]
         with torch.no_grad():
-            for name, use in self._plan.uses(calls, [g.unsqueeze(0) for g in gradients.values()], self.count):
+            grads = [gradient.unsqueeze(0) for gradient in gradients.values()]
+            for name, use in self.plan.uses(calls, grads, self.count, self.left):
                 squares = use.square_sum()
-                self.look.add(name, self.scaled(squares) if self.factor else squares.zero_())
+                self.request.add(name, self.scaled(squares) if self.factor else squares.zero_())
         for place, call in zip(gradients, calls, strict=True):
             self._caught[place] = None
-            call.inputs = torch.empty_like(call.inputs, device="meta")  # the shape alone is asked for from now on
+            call.inputs = torch.empty_like(call.inputs, device="meta")  # only the shape is needed from now on
 
 
 def _before_casts(edge: GradientEdge) -> GradientEdge:
     """Where the outputs were made, before they were cast: a loss inside the model sees them like that.
 
-    Mixed precision hands single-precision copies of the outputs on, which the model's own loss knows nothing of.
+    Mixed precision passes single-precision copies of the outputs on, which the model's own loss knows nothing of.
     """
     while edge.node.name() == "ToCopyBackward0":
         node, number = edge.node.next_functions[0]

@@ -47,7 +47,7 @@ def nlls(case: Case, model: nn.Module, batch: Any) -> Tensor:
     return get_likelihood(case.likelihood).nll(forward(case, model, batch), targets_of(batch))
 
 
-def watch(model: nn.Module, **options: Any) -> OnlineCurvature:
+def online_for(model: nn.Module, **options: Any) -> OnlineCurvature:
     return OnlineCurvature(model, **({"data_size": N, "every": 1, "decay": 0.0} | options))
 
 

@@ -1,7 +1,7 @@
 """``estimate``: H over a data set, exactly or from part of it, for any model."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets, batch_size_of, targets_of
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock, at_least_float32
-from shaver.curvature.capture import Functional, recording, take, undisturbed
+from shaver.curvature.capture import Call, Functional, trainable_parameters, uncompiled, undisturbed
+from shaver.curvature.choice import make_plan
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.plan import Plan
-from shaver.curvature.planning import check_outputs, make_plan
+from shaver.curvature.probe import check_outputs, described
 from shaver.curvature.uses import Outer, Shift, Use, joint_square_sum
 from shaver.likelihoods import Likelihood, get_likelihood
-from shaver.naming import check_name
+from shaver.naming import check_count, check_name, check_number
 
 STRUCTURES = ("diag", "kron")
 SOURCES = ("ggn", "ef", "mc")
@@ -42,12 +43,12 @@ def estimate(
     sharing: str = "expand",
     memory_budget: int | None = None,
 ) -> Curvature:
-    """Curvature of the negative log likelihood, summed over the data, at the model's present weights.
+    """Curvature of the negative log likelihood, summed over the data, at the model's current weights.
 
     The model is evaluated in evaluation mode and left exactly as it was: mode, gradients, hooks, random state.
 
     Args:
-        model: Any network whose outputs have one row a sample.
+        model: Any network whose outputs have one row per sample.
         batches: Batches ``(x, y)`` or dicts with ``labels``; a DataLoader, a list, a generator.
         likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
         structure: ``"diag"``, or ``"kron"`` for Kronecker factors where a layer has them.
@@ -76,23 +77,22 @@ def estimate(
     check_name("structure", structure, STRUCTURES)
     check_name("source", source, SOURCES)
     check_name("sharing", sharing, ("expand", "reduce"))
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, not {samples}.")
-    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not wanted:
-        raise ValueError("the model has no trainable parameter; set requires_grad on those that matter.")
     work = _Estimation(
-        model, get_likelihood(likelihood), structure, source, forward, targets, samples, seed, sharing, memory_budget
+        model,
+        get_likelihood(likelihood),
+        structure,
+        source,
+        forward,
+        targets,
+        check_count("samples", samples),
+        check_count("seed", seed, 0),
+        sharing,
+        MEMORY_BUDGET if memory_budget is None else check_count("memory_budget", memory_budget),
     )
     share = _share(batches, fraction, max_samples)
-    with undisturbed(model):
-        for index, batch in enumerate(batches):
-            size = batch_size_of(batch)
-            chosen = work.choose(size, share)
-            if chosen is not None:
-                batch = take(batch, chosen)
-            if size and (chosen is None or len(chosen)):
-                work.add(batch, index)
+    with undisturbed(model), uncompiled():
+        for index, batch in enumerate(_iterable(batches)):
+            work.add(batch, share, index)
     return work.finish(share)
 
 
@@ -110,13 +110,13 @@ class _Estimation:
         samples: int,
         seed: int,
         sharing: str,
-        memory_budget: int | None,
+        memory_budget: int,
     ) -> None:
         self.model, self.likelihood, self.structure, self.source = model, likelihood, structure, source
         self.forward, self.targets = forward, targets or targets_of
         self.samples, self.reduce = samples, sharing == "reduce"
-        self.budget = MEMORY_BUDGET if memory_budget is None else memory_budget
-        self.wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.budget = memory_budget
+        self.wanted = trainable_parameters(model)
         self.function = Functional(model, forward)
         self.generator = torch.Generator().manual_seed(seed)
         self.offset = float(torch.rand((), generator=self.generator))
@@ -128,7 +128,26 @@ class _Estimation:
         self.log_likelihood = 0.0
         self.seen = self.used = 0
 
-    def choose(self, size: int, share: float) -> Tensor | None:
+    def add(self, batch: Any, share: float, index: int) -> None:
+        """Add one batch, or ``share`` of its samples, split so that it fits the memory budget."""
+        size = batch_size_of(batch)
+        chosen = self._chosen(size, share)
+        if not size or (chosen is not None and not len(chosen)):
+            return
+        if self.plan is None or self.planned_for == 1 < size:  # one sample cannot tell where samples stand
+            self.plan, self.planned_for = make_plan(self.model, self.forward, batch, self.wanted), size
+            self.function.copies_inputs = self.plan.alters_inputs
+        if chosen is not None:
+            batch, size = self.plan.samples.take(batch, chosen), len(chosen)
+        self.used += size
+        start = 0
+        while start < size:
+            step, columns = self._fit(size - start)
+            piece = batch if step == size else self.plan.samples.take(batch, slice(start, start + step))
+            self._add_piece(piece, step, columns, index)
+            start += step
+
+    def _chosen(self, size: int, share: float) -> Tensor | None:
         """Which samples of a batch of ``size`` to use; None is all. Every sample has probability ``share``."""
         before = math.floor(self.seen * share + self.offset)
         self.seen += size
@@ -136,19 +155,6 @@ class _Estimation:
             return None
         count = math.floor(self.seen * share + self.offset) - before
         return torch.randperm(size, generator=self.generator)[:count].sort().values
-
-    def add(self, batch: Any, index: int) -> None:
-        """Add one batch, split so that it fits the memory budget."""
-        size = batch_size_of(batch)
-        self.used += size
-        if self.plan is None or self.planned_for == 1 < size:  # one sample cannot tell where samples stand
-            self.plan, self.planned_for = make_plan(self.model, self.forward, batch, self.wanted), size
-        start = 0
-        while start < size:
-            step, columns = self._fit(size - start)
-            piece = batch if step == size else take(batch, slice(start, start + step))
-            self._add_piece(piece, step, columns, index)
-            start += step
 
     def _fit(self, size: int) -> tuple[int, int]:
         """How many samples, and how many output gradients at once, fit the budget."""
@@ -177,7 +183,7 @@ class _Estimation:
         nll = self.likelihood.nll(leaf, target)
         if nll.shape != (len(outputs),):
             raise ValueError(
-                f"{type(self.likelihood).__name__}.nll must give one number a sample, shape ({len(outputs)},), "
+                f"{type(self.likelihood).__name__}.nll must give one number per sample, shape ({len(outputs)},), "
                 f"but gave shape {tuple(nll.shape)}."
             )
         if not bool(torch.isfinite(nll).all()):
@@ -201,14 +207,13 @@ class _Estimation:
     def _add_piece(self, batch: Any, size: int, columns: int, index: int) -> None:
         plan = self.plan
         assert plan is not None
-        with recording(plan.modules, list(plan.copies.values()), size, plan.linears, plan.spread) as calls:
+        with described(batch), plan.recording.of(size) as calls:
             outputs = self.function(batch)
         check_outputs(outputs, size)
         cotangents = self._cotangents(outputs, batch, index).to(outputs.dtype)
         edges = [call.edge for call in calls]
-        rest = dict.fromkeys(plan.generic)
-        rest |= dict.fromkeys(self._awake(outputs, cotangents))
-        rest |= dict.fromkeys(plan.doubted(calls, size))
+        doubted = self._doubted(outputs, cotangents, calls)
+        rest = dict.fromkeys([*plan.generic, *self._unseen(outputs, cotangents, calls), *doubted])
         chunks = torch.split(cotangents, columns)
         for number, chunk in enumerate(chunks):
             last = number == len(chunks) - 1
@@ -217,25 +222,34 @@ class _Estimation:
                 for k, row in enumerate(chunk)
                 if edges
             ]  # gradients at the layers' outputs; weight gradients are never computed
-            columns_of = [dict(plan.uses(calls, [_row(g) for g in grads], size)) for grads in passes]
+            columns_of = [dict(plan.uses(calls, [_row(g) for g in grads], size, doubted)) for grads in passes]
             self._gradient_factors.clear()
             for name in columns_of[0] if columns_of else ():
                 self._accumulate(name, [uses[name] for uses in columns_of], index, first=number == 0)
         del outputs, calls, edges
         if rest:
             weights = {name: self.wanted[name] for name in rest}
-            generic = GenericRule(self.function, self.budget, plan.vectorised)
+            generic = GenericRule(self.function, self.budget, plan.samples, plan.vectorised)
             for name, squares in generic.square_sum(weights, batch, cotangents).items():
                 self._add_diagonal(name, squares, index)
 
-    def _awake(self, outputs: Tensor, cotangents: Tensor) -> list[str]:
-        """Parameters that had no gradient in the check but have one now (a branch not taken then)."""
+    def _doubted(self, outputs: Tensor, cotangents: Tensor, calls: list[Call]) -> set[str]:
+        """Parameters of layers that do not see the samples as planned in this batch."""
         assert self.plan is not None
-        if not self.plan.idle:
+        if not self.plan.routed:
+            return self.plan.doubted(calls, len(outputs))
+        signs = torch.randn(len(cotangents), generator=torch.Generator().manual_seed(0)).to(cotangents)
+        return self.plan.misrouted(calls, outputs, torch.tensordot(signs, cotangents, 1))
+
+    def _unseen(self, outputs: Tensor, cotangents: Tensor, calls: list[Call]) -> list[str]:
+        """Parameters that have a gradient but no recorded call: a branch not taken before, or hooks that do not run."""
+        assert self.plan is not None
+        names = self.plan.unseen(calls)
+        if not names:
             return []
-        leaves = [self.wanted[name] for name in self.plan.idle]
+        leaves = [self.wanted[name] for name in names]
         grads = torch.autograd.grad(outputs, leaves, cotangents[0], retain_graph=True, allow_unused=True)
-        return [name for name, grad in zip(self.plan.idle, grads, strict=True) if grad is not None]
+        return [name for name, grad in zip(names, grads, strict=True) if grad is not None]
 
     def _accumulate(self, name: str, uses: list[Use], index: int, first: bool) -> None:
         """Add one parameter's uses under several output gradients of the same samples."""
@@ -325,13 +339,10 @@ def _share(batches: Iterable[Any], fraction: float | None, max_samples: int | No
     if fraction is not None and max_samples is not None:
         raise ValueError(f"pass fraction ({fraction}) or max_samples ({max_samples}), not both.")
     if fraction is not None:
-        if not 0 < fraction <= 1:
-            raise ValueError(f"fraction must be above 0 and at most 1, not {fraction}.")
-        return float(fraction)
+        return check_number("fraction", fraction, least=0, most=1, above=True)
     if max_samples is None:
         return 1.0
-    if max_samples < 1:
-        raise ValueError(f"max_samples must be at least 1, not {max_samples}.")
+    check_count("max_samples", max_samples)
     size = getattr(batches, "data_size", None)
     if size is None and hasattr(batches, "dataset"):
         size = len(batches.dataset)
@@ -346,3 +357,13 @@ def _not_finite(name: str, index: int) -> ValueError:
     return ValueError(
         f"the curvature of {name!r} is not finite in batch {index}: its inputs or gradients hold NaN or infinity."
     )
+
+
+def _iterable(batches: Iterable[Any]) -> Iterable[Any]:
+    """The batches, or an error that says what they should be."""
+    if isinstance(batches, Tensor | str | Mapping) or not hasattr(batches, "__iter__"):
+        kind = f"a tensor of shape {tuple(batches.shape)}" if isinstance(batches, Tensor) else repr(type(batches))
+        raise TypeError(f"batches is a DataLoader or a list of batches such as [(x, y)], not {kind}.")
+    if isinstance(batches, tuple) and batches and isinstance(batches[0], Tensor):
+        raise TypeError("batches is one batch (x, y) here; pass a list of batches, [(x, y)].")
+    return batches

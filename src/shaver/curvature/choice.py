@@ -1,0 +1,243 @@
+"""The choice of a rule for each parameter: ordered strategies, each checked against autograd on a few samples.
+
+A strategy is a method ``try_fit(name, expected)`` that returns a :class:`Choice` or None. It is used only if
+its per-sample gradients equal autograd's. That check settles at once where the samples stand in a layer's input (first,
+second, folded with other dimensions), whether a module's weight is also used outside the module, and whether a subclass
+does something else. A parameter that no strategy fits is left to the generic rule.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shaver.batches import Forward
+from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Recording, Spread
+from shaver.curvature.kernels import kernel_shape
+from shaver.curvature.plan import LAYOUTS, Layer, Plan, arranged
+from shaver.curvature.probe import Probe
+from shaver.curvature.rules import Candidate, candidates_for, linear
+from shaver.curvature.uses import Dense, Use, merge
+
+#: Combinations of rules and layouts that are tried for a parameter with several uses.
+_COMBINATIONS = 256
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer in which a parameter is used, with the rule and layout for it.
+
+    Attributes:
+        layer: The layer's name in the model.
+        own: The parameter's own name in it.
+        candidate: The rule.
+        layout: One of :data:`~shaver.curvature.plan.LAYOUTS`.
+    """
+
+    layer: str
+    own: str
+    candidate: Candidate
+    layout: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one parameter's per-sample gradients are computed.
+
+    Attributes:
+        parts: The layers it is used in, with their rules.
+        spread: How the only layer, called without samples, gets one copy per sample.
+        copies: How the parameter itself gets one copy per sample.
+    """
+
+    parts: tuple[Part, ...] = ()
+    spread: Spread | None = None
+    copies: Copies | None = None
+
+
+def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Mapping[str, Tensor]) -> Plan:
+    """Choose a rule for every wanted parameter and check it on a few samples of ``batch``."""
+    chooser = _Chooser(model, forward, batch, wanted)
+    for name in wanted:
+        chooser.choose(name)
+    return chooser.plan_of(wanted)
+
+
+class _Chooser:
+    """The strategies, in the order in which they are tried, and the plan that grows from them."""
+
+    def __init__(self, model: nn.Module, forward: Forward | None, batch: Any, wanted: Mapping[str, Tensor]) -> None:
+        self.model = model
+        self.owners = _owners(model, wanted)
+        self.candidates = {name: list(candidates_for(model.get_submodule(name))) for name in self.owners}
+        self.modules = {name: model.get_submodule(name) for name, found in self.candidates.items() if found}
+        self.probe = probe = Probe(model, forward, batch, wanted, self.modules)
+        self._adopt_functional()
+        self.plan = Plan(samples=probe.samples, routed=probe.routed, alters_inputs=probe.alters_inputs)
+        self.spread: dict[str, Spread] = {}
+        self.vectorised: list[bool] = []
+        self.rejected: dict[str, str] = {}  # rule → why the present parameter does not take it
+
+    def choose(self, name: str) -> None:
+        """Add one parameter to the plan."""
+        expected = self.probe.gradients(name)
+        if expected is None:
+            self.plan.idle.append(name)
+            return
+        self.rejected = {}
+        for try_fit in (self.layer_rules, self.layer_without_samples, self.copied_parameter):
+            choice = try_fit(name, expected)
+            if choice is not None:
+                self._add(name, choice)
+                return
+        kinds = " + ".join(type(self.model.get_submodule(m)).__name__ for m, _ in self._places(name, real=True))
+        tried = (f"{label} {reason}" for label, reason in self.rejected.items())
+        self.plan.generic[name] = "; ".join([f"no rule for this use in {kinds}", *tried])
+        self.vectorised.append(self.probe.vmap_agrees(name, expected))
+
+    # The strategies ----------------------------------------------------------------------------------------------
+
+    def layer_rules(self, name: str, expected: Tensor) -> Choice | None:
+        """The first combination of rules and layouts, one for each layer the parameter is used in, that fits."""
+        called = [(layer, own) for layer, own in self._places(name) if layer in self.probe.passed]
+        if not called:
+            return None
+        options = [
+            [Part(layer, own, candidate, layout) for layout in LAYOUTS for candidate in self.candidates[layer]]
+            for layer, own in called
+        ]
+        for parts in itertools.islice(itertools.product(*options), _COMBINATIONS):
+            uses = [(part, call, grad) for part in parts for call, grad in self.probe.passed[part.layer]]
+            if self._fits(uses, expected):
+                return Choice(parts)
+        return None
+
+    def layer_without_samples(self, name: str, expected: Tensor) -> Choice | None:
+        """A rule for a layer that is called without samples and whose output can have one copy per sample."""
+        called = [(layer, own) for layer, own in self._places(name) if layer in self.probe.passed]
+        if len(called) != 1 or called[0][0] not in self.modules:
+            return None
+        ((layer, own),) = called
+        inputs = [call.inputs for call, _ in self.probe.passed[layer]]
+        for ones in (0, 1):
+            spread = Spread(inputs[0].ndim, ones)
+            if len({x.shape for x in inputs}) > 1 or not spread.fits(inputs[0]):
+                continue
+            passed = self._attempt(Recording({layer: self.modules[layer]}, spread={layer: spread}))
+            for candidate in self.candidates[layer]:
+                part = Part(layer, own, candidate, "first")
+                if passed and self._fits([(part, call, grad) for call, grad in passed], expected):
+                    return Choice((part,), spread=spread)
+        return None
+
+    def copied_parameter(self, name: str, expected: Tensor) -> Choice | None:
+        """A raw parameter that broadcasts: each copy receives its sample's gradient."""
+        places = self._places(name, real=True)
+        is_called = any(layer in self.probe.passed for layer, _ in self._places(name))
+        if len(places) != 1 or is_called or self.probe.routed:  # routed rows are not the samples
+            return None
+        ((owner, own),) = places
+        for ones in (-1, 0) if expected.ndim > 2 else (0, 1, 2):
+            if ones < 0 and expected.shape[1] != 1:
+                continue
+            copies = Copies(owner, self.model.get_submodule(owner), own, ones)
+            passed = self._attempt(Recording(copies=[copies]))
+            if len(passed) == 1 and self.probe.agrees(Dense(passed[0][1].reshape(1, *expected.shape)), expected):
+                return Choice(copies=copies)
+        return None
+
+    # What they share ---------------------------------------------------------------------------------------------
+
+    def _places(self, name: str, real: bool = False) -> list[tuple[str, str]]:
+        """(layer, the parameter's own name in it) for each layer that has the parameter."""
+        places = [(layer, own) for layer, names in self.owners.items() for own, full in names.items() if full == name]
+        return [place for place in places if not (real and place[0].startswith(FUNCTIONAL))]
+
+    def _attempt(self, recording: Recording) -> list[tuple[Call, Tensor]]:
+        """The calls of another pass with their gradients; none where the model cannot run like that."""
+        try:
+            calls, grads = self.probe.again(recording)
+        except Exception:  # what follows does not broadcast over samples
+            return []
+        return [(call, grad.unsqueeze(0)) for call, grad in zip(calls, grads, strict=True) if grad is not None]
+
+    def _fits(self, uses: list[tuple[Part, Call, Tensor]], expected: Tensor) -> bool:
+        """Whether the sum of some uses, each by its rule, is autograd's gradient. Rules may fail as they like."""
+        found: list[Use] = []
+        reason = "differs from autograd"
+        try:
+            for part, call, grad in uses:
+                inputs, grads = arranged(call, grad, part.layout, self.probe.count)
+                found.append(part.candidate.rule(call.module, inputs, grads)[part.own])
+            fits = self.probe.agrees(merge(found), expected)
+            for part, call, _ in uses if fits else ():
+                if part.candidate.is_guess and fits:
+                    fits = self.probe.holds_on_random_inputs(call.module, part.candidate.rule, call.inputs)
+        except Exception as error:
+            fits, reason = False, f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if not fits:
+            part = uses[min(len(found), len(uses) - 1)][0]
+            if part.layout == "first":  # the layout that most rules are written for
+                self.rejected[part.candidate.label] = reason
+        return fits
+
+    def _adopt_functional(self) -> None:
+        """Treat the recorded ``F.linear`` calls as layers, with the linear rule as candidate."""
+        names = {id(w): name for name, w in self.probe.weights.items()}
+        for call in self.probe.calls:
+            if call.is_functional:
+                own = {"weight": call.name.removeprefix(FUNCTIONAL)}
+                if id(call.module.bias) in names:
+                    own["bias"] = names[id(call.module.bias)]
+                self.owners[call.name] = own
+                self.candidates[call.name] = [Candidate("linear", linear)]
+
+    def _add(self, name: str, choice: Choice) -> None:
+        if choice.copies is not None:
+            self.plan.copies[name] = choice.copies
+        for part in choice.parts:
+            layer = self.plan.layers.setdefault(
+                part.layer, Layer(part.candidate.label, part.candidate.rule, part.layout)
+            )
+            if part.own == "weight":  # a bias alone fits several layouts; the weight beside it decides
+                layer.label, layer.rule, layer.layout = part.candidate.label, part.candidate.rule, part.layout
+            layer.parameters[part.own] = name
+            if choice.spread is not None:
+                self.spread[part.layer] = choice.spread
+
+    def plan_of(self, wanted: Mapping[str, Tensor]) -> Plan:
+        """The plan, with what to record and how large a sample is."""
+        plan, calls = self.plan, [call for call in self.probe.calls if call.name in self.plan.layers]
+        plan.recording = Recording(
+            {name: module for name, module in self.modules.items() if name in plan.layers},
+            {name: p for name, p in wanted.items() if FUNCTIONAL + name in plan.layers},
+            list(plan.copies.values()),
+            self.spread,
+        )
+        plan.vectorised = bool(self.vectorised) and all(self.vectorised)
+        count = self.probe.count
+        shared = sum(call.shape.numel() for call in calls if call.name in self.spread)  # had no samples in the probe
+        plan.outputs = (sum(call.shape.numel() for call in calls) - shared) // count + shared
+        plan.outputs += sum(wanted[name].numel() for name in plan.copies)
+        plan.patches = max((_unfolded(call) for call in calls), default=0) // count
+        return plan
+
+
+def _owners(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
+    """Module name → {own parameter name: the wanted name}; a tied parameter has several owners."""
+    names = {id(p): name for name, p in wanted.items()}
+    owners: dict[str, dict[str, str]] = {}
+    for module_name, module in model.named_modules():
+        own = {n: names[id(p)] for n, p in module._parameters.items() if p is not None and id(p) in names}
+        if own:
+            owners[module_name] = own
+    return owners
+
+
+def _unfolded(call: Call) -> int:
+    """How many values a layer's inputs become: a convolution's patches, else the inputs."""
+    if not isinstance(call.module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return call.inputs.numel()
+    return call.shape.numel() // call.module.out_channels * kernel_shape(call.module)[1:].numel() * call.module.groups

@@ -1,0 +1,287 @@
+"""The probe: a forward and backward pass of a few samples, with autograd's per-sample gradients beside it."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from shaver.batches import Forward, batch_size_of
+from shaver.curvature.blocks import at_least_float32
+from shaver.curvature.capture import Call, Functional, Recording, Samples, copied
+from shaver.curvature.generic import vmapped_gradients
+from shaver.curvature.uses import Use
+
+#: Samples in the probe. Two would do; three tell "two tokens" from "two samples".
+SAMPLES = 3
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+class Probe:
+    """A few samples of a batch, passed through the model at randomly perturbed weights.
+
+    The weights are copies; the model is not touched. They are perturbed because at special weights, such as a
+    zero-initialised head, every gradient below vanishes and a wrong rule would pass.
+
+    Args:
+        model: The network.
+        forward: The user's ``forward(model, batch)``, if any.
+        batch: A batch; the first few samples are used.
+        wanted: The trainable parameters, by name.
+        modules: The layers that may have a rule, by name.
+
+    Attributes:
+        count: The number of samples.
+        samples: Which entries of the batch have one row per sample.
+        weights: The perturbed weights.
+        calls: The recorded calls of ``modules`` and of ``F.linear``.
+        passed: Module name → its calls that a gradient reached, with that gradient ``(1, *output shape)``.
+        outputs: The model's outputs.
+        routed: Whether the data may decide which rows a layer sees, as in a mixture of experts.
+        alters_inputs: Whether the network changes its input in place.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward | None,
+        batch: Any,
+        wanted: Mapping[str, Tensor],
+        modules: Mapping[str, nn.Module],
+    ) -> None:
+        self.model, self.function = model, Functional(model, forward)
+        generator = torch.Generator().manual_seed(0)
+        self.weights = {name: _perturbed(p, generator) for name, p in wanted.items()}
+        self._recording = Recording(modules, {name: w for name, w in self.weights.items() if w.ndim == 2})
+        self.alters_inputs = False
+        # in place until the last gradient: activations that are computed again must find the same weights
+        with self.function.placed(self.weights):
+            outputs = self._first_pass(batch)
+            self.outputs = outputs.detach()
+            self.direction = torch.randn(outputs.shape, generator=generator).to(outputs)
+            scalars = (outputs * self.direction).reshape(self.count, -1).sum(1)
+            leaves = list(self.weights.values())
+            references = [torch.autograd.grad(s, leaves, retain_graph=True, allow_unused=True) for s in scalars]
+            edges = [call.edge for call in self.calls]
+            grads = torch.autograd.grad(outputs, edges, self.direction, allow_unused=True) if edges else ()
+        self._references = [dict(zip(self.weights, row, strict=True)) for row in references]
+        sizes = (float(_rms(_dense(r))) for row in self._references for r in row.values() if r is not None)
+        self._floor = max(sizes, default=0.0)
+        self.passed: dict[str, list[tuple[Call, Tensor]]] = {}
+        for call, grad in zip(self.calls, grads, strict=True):
+            if grad is not None:
+                self.passed.setdefault(call.name, []).append((call, grad.unsqueeze(0)))
+
+    def gradients(self, name: str) -> Tensor | None:
+        """Autograd's gradients of one parameter, ``(samples, *shape)``; None where there is none."""
+        rows = [row.pop(name) for row in self._references]  # asked for once: together they are several models
+        if all(row is None for row in rows):
+            return None
+        zeros = torch.zeros_like(self.weights[name].detach())
+        return torch.stack([zeros if row is None else _dense(row) for row in rows])
+
+    def again(self, recording: Recording) -> tuple[list[Call], Sequence[Tensor | None]]:
+        """The same pass with something else recorded: its calls and the gradients that reach them.
+
+        Raises:
+            ValueError: The outputs are other ones, because what is recorded does not leave them as they are, here or
+                with a sample less.
+        """
+        for count in dict.fromkeys([max(1, self.count - 1), self.count]):
+            with recording.of(count) as calls:
+                outputs = self.function.at(self.weights, copied(self.samples.take(self.batch, slice(0, count))))
+            if not self._close(outputs.detach(), self.outputs[:count], 0.0):
+                raise ValueError("the outputs change")
+        return calls, torch.autograd.grad(outputs, [c.edge for c in calls], self.direction, allow_unused=True)
+
+    def agrees(self, use: Use, expected: Tensor) -> bool:
+        """Whether a use's per-sample gradients are autograd's, up to rounding."""
+        missed = size = 0.0
+        for n in range(self.count):  # a vocabulary's gradients are built for one sample at a time
+            found, row = use.per_sample(n, n + 1)[0], expected[n : n + 1]
+            if found.shape != row.shape:
+                raise ValueError(f"gives shape {tuple(found.shape[1:])} for {tuple(row.shape[1:])}")
+            missed += float(_squares(found - row.to(found.dtype)))
+            size += float(_squares(row))
+        rms = math.sqrt(size / expected.numel())
+        return math.sqrt(missed / expected.numel()) <= tolerance(expected) * (rms + 1e-4 * self._floor)
+
+    def holds_on_random_inputs(self, module: nn.Module, rule: Callable[..., Mapping[str, Use]], inputs: Tensor) -> bool:
+        """Whether a rule gives a module's gradients for normal random inputs too: the batch may show one side only."""
+        if not inputs.is_floating_point():
+            return True
+        generator = torch.Generator().manual_seed(1)
+        with self.function.placed(self.weights), torch.enable_grad():
+            x = torch.randn(inputs.shape, generator=generator).to(inputs)
+            y = module(x.clone())
+            direction = torch.randn(y.shape, generator=generator).to(y)
+            own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+            rows = [torch.autograd.grad((y[n] * direction[n]).sum(), list(own.values()), retain_graph=True)
+                    for n in range(len(x))]  # fmt: skip
+            uses = rule(module, at_least_float32(x), at_least_float32(direction).unsqueeze(0))
+            return all(
+                self._close(uses[name].per_sample(0, len(x))[0], torch.stack([row[i] for row in rows]), self._floor)
+                for i, name in enumerate(own)
+            )
+
+    def vmap_agrees(self, name: str, expected: Tensor) -> bool:
+        """Whether vmap gives the per-sample gradients, for one output gradient and for two."""
+        with self.function.placed({n: w.detach() for n, w in self.weights.items()}):
+            weights = {name: self.weights[name].detach()}
+            for columns in (1, 2):
+                rows = self.direction.expand(columns, *self.direction.shape)
+                found = vmapped_gradients(self.function, weights, copied(self.batch), rows, self.samples)
+                if found is None or not all(self._close(row, expected, self._floor) for row in found[name]):
+                    return False
+        return True
+
+    def _first_pass(self, batch: Any) -> Tensor:
+        """Run the model, with the entries that are not per sample found by trying; the outputs have a graph."""
+        uncertain = Samples.uncertain(batch)
+        sets = itertools.chain.from_iterable(itertools.combinations(uncertain, size) for size in range(3))
+        failed: Exception | None = None
+        for shared in sets:
+            try:
+                return self._try_pass(batch, Samples(frozenset(shared)))
+            except (ValueError, RuntimeError) as error:
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
+    def _try_pass(self, batch: Any, samples: Samples) -> Tensor:
+        self.samples = samples
+        self.batch = copied(samples.take(batch, slice(0, SAMPLES)))
+        self.count = batch_size_of(self.batch)
+        given, routing = copied(self.batch), _Routing()
+        with described(self.batch), routing, self._recording.of(self.count) as self.calls:
+            outputs = self.function(given)
+        self.routed = routing.found
+        self.alters_inputs = any(isinstance(v, Tensor) and v._version > 0 for v in tree_leaves(given))
+        check_outputs(outputs, self.count)
+        self._check_independent(outputs.detach())
+        return outputs
+
+    def _check_independent(self, outputs: Tensor) -> None:
+        """A sample's output must not depend on the other samples: per-sample gradients would not exist."""
+        if self.count < 2:
+            return
+        suspects = [
+            name
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+        ]
+        hint = f" Suspect: {', '.join(suspects)} (track_running_stats=False)." if suspects else ""
+        message = (
+            "the output of a sample changes with the other samples in its batch, so per-sample gradients do not "
+            "exist. A batch-dependent layer (BatchNorm without running statistics) or randomness in evaluation "
+            f"mode does that.{hint}"
+        )
+        try:
+            with torch.no_grad():
+                alone = self.function(copied(self.samples.take(self.batch, slice(0, 1))))
+        except ValueError as error:  # what BatchNorm says to a batch of one
+            if suspects:
+                raise ValueError(message) from error
+            raise
+        if alone.shape[1:] != outputs.shape[1:]:
+            return
+        distance, scale = (alone[0] - outputs[0]).abs().max(), outputs.abs().max()
+        finite = torch.isfinite(alone).all() and torch.isfinite(outputs).all()
+        # a NaN is named where the batch is processed
+        if bool(finite) and bool(distance > tolerance(alone) * scale):
+            raise ValueError(message)
+
+    @staticmethod
+    def _close(found: Tensor, expected: Tensor, floor: float) -> bool:
+        """Equal up to rounding; ``floor``, the size of other gradients, stands in for one that should be zero."""
+        if found.shape != expected.shape:
+            return False
+        return bool(_rms(found - expected.to(found.dtype)) <= tolerance(expected) * (_rms(expected) + 1e-4 * floor))
+
+
+class _Routing(TorchFunctionMode):
+    """Notices operations with which the data can decide which rows a layer sees."""
+
+    NAMES = frozenset(
+        [
+            *("nonzero", "argwhere", "masked_select", "masked_scatter", "index_select", "gather", "take"),
+            *("take_along_dim", "sort", "argsort", "topk", "kthvalue", "unique", "unique_consecutive", "argmax"),
+            *("argmin", "bincount", "searchsorted", "bucketize", "multinomial", "repeat_interleave", "one_hot"),
+            *("index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "scatter"),
+            *("scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+            *("item", "tolist", "numpy", "__index__", "__int__", "__float__"),
+        ]
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+        self._decisions = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__bool__":  # one decision for the batch (a mask that is all ones) is not one for each sample
+            self._decisions += 1
+            self.found |= self._decisions >= SAMPLES
+        elif name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.found |= any(isinstance(i, Tensor | list | np.ndarray) for i in index)
+        else:
+            self.found |= name in self.NAMES or (name == "where" and len(args) + len(kwargs or {}) == 1)
+        return func(*args, **(kwargs or {}))
+
+
+def check_outputs(outputs: Tensor, count: int) -> None:
+    """Outputs have a gradient and one row per sample."""
+    if not outputs.requires_grad:
+        raise ValueError(
+            "the model's outputs have no gradient: it detaches them, runs under no_grad, or its trainable "
+            "parameters do not reach the outputs."
+        )
+    if outputs.is_complex():
+        raise ValueError(f"the model's outputs are {outputs.dtype}; a likelihood needs real ones.")
+    if outputs.ndim == 0 or outputs.shape[0] != count:
+        raise ValueError(
+            f"the model returned outputs of shape {tuple(outputs.shape)} for {count} samples; the first dimension "
+            "must be the samples. Pass forward=lambda model, batch: … that puts them first."
+        )
+
+
+@contextmanager
+def described(batch: Any) -> Iterator[None]:
+    """Add the batch's shapes to what torch says when the model cannot take the batch."""
+    try:
+        yield
+    except RuntimeError as error:
+        shapes = [f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in tree_leaves(batch)
+                  if isinstance(v, Tensor)]  # fmt: skip
+        raise ValueError(f"the model cannot take a batch with tensors {', '.join(shapes)}: {error}") from error
+
+
+def tolerance(values: Tensor) -> float:
+    """How much of a number is rounding in the precision of ``values``, with a margin."""
+    return _TOLERANCE.get(values.dtype, 0.2)
+
+
+def _dense(values: Tensor) -> Tensor:
+    return values.to_dense() if values.is_sparse else values
+
+
+def _squares(values: Tensor) -> Tensor:
+    return at_least_float32(values).square().sum(dtype=torch.float64)
+
+
+def _rms(values: Tensor) -> Tensor:
+    return at_least_float32(values).square().mean().sqrt()
+
+
+def _perturbed(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+    scale = 0.1 * parameter.detach().square().mean().sqrt() + 0.02
+    return (parameter.detach() + scale * noise).requires_grad_()
