@@ -55,6 +55,7 @@ def forward_of(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         TypeError: The batch is of another kind, or the outputs are not a tensor.
     """
+    _check_tensors(batch)
     if isinstance(batch, Mapping):
         outputs = _call(model, {key: value for key, value in batch.items() if key != LABELS})
     else:
@@ -123,7 +124,15 @@ def batch_size_of(batch: Any) -> int:
     for value in tree_leaves(batch):
         if isinstance(value, Tensor) and value.ndim:
             return len(value)
+    _check_tensors(batch)
     raise TypeError(f"cannot tell the size of a batch of type {type(batch).__name__}: it holds no tensor.")
+
+
+def _check_tensors(batch: Any) -> None:
+    """Numpy arrays reach a network as they are, and torch's own message does not name them."""
+    for value in tree_leaves(batch):
+        if type(value).__module__ == "numpy" and hasattr(value, "shape"):
+            raise TypeError(f"the batch holds a numpy array of shape {value.shape}; use torch.as_tensor(array).")
 
 
 def _call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Steps that somebody else takes: closures that an optimizer calls, and optimizers that a trainer calls."""
+"""Steps taken by others: closures that an optimizer calls, and optimizers that a trainer calls."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,11 @@ def in_objective(spam: "SpaM", optimizer: Optimizer) -> bool:
 
 
 class Objective:
-    """A closure with the prior in it: the first evaluation of a step is looked at, and all of them carry the prior.
+    """A closure with the prior in it: the first evaluation of a step is measured, and all of them carry the prior.
 
     Args:
-        spam: Whose prior, and who looks.
-        optimizer: Who calls.
+        spam: Has the prior and measures the curvature.
+        optimizer: Calls the closure.
         closure: Clears the gradients, computes the loss, calls ``backward`` and returns the loss.
         scale: The loss scale of mixed precision, if there is one.
     """
@@ -42,7 +42,7 @@ class Objective:
         if self._strength is None:
             loss = self._closure()
             self._strength = self._spam.observe(self._scale)
-        else:  # a second look at the same samples would count them twice
+        else:  # a second measurement of the same samples would count them twice
             with self._spam.unobserved():
                 loss = self._closure()
         if not in_objective(self._spam, self._optimizer):

@@ -92,10 +92,14 @@ class Classification(Likelihood):
                 f"classification outputs of shape {tuple(outputs.shape)} with classes in dimension "
                 f"{self.class_dim} need targets of shape {tuple(expected)}, "
                 f"but targets have shape {tuple(targets.shape)}. Class probabilities as targets are not "
-                "supported; Classification(class_dim=1) reads (batch, classes, …) outputs."
+                "supported; Classification(class_dim=1) reads (batch, classes, …) outputs. For numbers as targets "
+                'pass likelihood="regression".'
             )
-        if targets.is_floating_point():
-            raise ValueError(f"classification targets are class indices (integers), not {targets.dtype}.")
+        if targets.dtype not in _INTEGERS:
+            raise ValueError(
+                f"classification targets are class indices (integers), not {targets.dtype}. For numbers as targets "
+                'pass likelihood="regression".'
+            )
         classes = outputs.shape[self.class_dim]
         wrong = (targets != self.ignore_index) & ((targets < 0) | (targets >= classes))
         if bool(wrong.any()):
@@ -110,7 +114,8 @@ class Classification(Likelihood):
             raise ValueError(
                 f"classification needs an output for each class, two at least, and these have shape "
                 f"{tuple(outputs.shape)}. A network with one logit for yes or no is the same as one with two: end in "
-                "nn.Linear(…, 2) and use F.cross_entropy, or return torch.cat([zeros_like(f), f], 1) of the logit f."
+                "nn.Linear(…, 2) and use F.cross_entropy, or return torch.cat([zeros_like(f), f], 1) of the logit f. "
+                'For numbers as targets pass likelihood="regression".'
             )
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
@@ -123,7 +128,7 @@ class Classification(Likelihood):
         last = self._last(outputs)
         flat = F.cross_entropy(
             last.reshape(-1, last.shape[-1]).float() if last.dtype in _HALF else last.reshape(-1, last.shape[-1]),
-            targets.reshape(-1),
+            targets.reshape(-1).long(),
             ignore_index=self.ignore_index,
             reduction="none",
         )
@@ -193,6 +198,8 @@ class Regression(Likelihood):
                 f"regression needs targets shaped like the outputs, {tuple(outputs.shape)}, but they have "
                 f"shape {tuple(targets.shape)}; y.unsqueeze(1) or outputs.squeeze(1) is the usual cure."
             )
+        if targets.dtype == torch.bool or targets.is_complex():
+            raise ValueError(f"regression targets are real numbers, not {targets.dtype}; use y.float().")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """½ Σ (f − y)²/σ² + ½ D log(2πσ²) of each sample with D outputs."""
@@ -222,6 +229,7 @@ class Regression(Likelihood):
 
 
 _HALF = (torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMED: dict[str, type[Likelihood]] = {"classification": Classification, "regression": Regression}
 
 

@@ -95,6 +95,8 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
 
     A plain network is alone.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}.")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner = model.module
         assert isinstance(inner, nn.Module)

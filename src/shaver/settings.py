@@ -1,4 +1,4 @@
-"""How SpaM learns δ: its settings, those for fine-tuning, and the paper's. Imports no torch: help comes at once."""
+"""How SpaM learns δ: its settings, those for fine-tuning, and the paper's. Imports no torch: help starts at once."""
 
 import math
 import warnings
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from shaver.naming import check_name
+from shaver.naming import check_count, check_name, check_number, shown
 
 #: log δ is kept between these: a weight the data know nothing about would have δ = 0, an irrelevant one δ = ∞.
 LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
@@ -14,15 +14,15 @@ LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
 
 @dataclass(frozen=True)
 class Settings:
-    """How SpaM learns δ. The defaults were chosen by measurement, see the documentation's page on defaults.
+    """How SpaM learns δ. The defaults were measured; see the documentation's page on defaults.
 
     Attributes:
         source: Where H comes from: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
         online: Learn from training's own passes. False is the paper's way: a pass over the data every ``frequency``
             epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
-        every: Online: look at every so many steps; at every fourth of those only, while no update of δ is near. None:
-            10, or fewer where updates are closer than 50 steps.
-        decay: Online: of the moving average of H, for each look.
+        every: Online: steps between curvature measurements; four times as many while no update of δ is near. None: 10,
+            or fewer where updates are closer than 50 steps.
+        decay: Online: decay of the moving average of H, per measurement.
         update: Online: steps between two updates of δ. None: 50, or fewer in a training so short that there would be
             less than five updates.
         burn_in: Share of ``total_steps`` (by epochs: the number of epochs) before the first update of δ.
@@ -61,12 +61,20 @@ class Settings:
         if not self.online and self.loss == "sum":
             raise ValueError('by epochs (online=False) the loss is a mean over samples; loss="sum" needs online=True.')
         for name in ("every", "update", "frequency"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)!r}.")
-        if not 0 <= self.shrink <= 1:
-            raise ValueError(f"shrink must be between 0 and 1, not {self.shrink!r}.")
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be positive and finite, not {self.temperature!r}.")
+            if getattr(self, name) is not None or name == "frequency":
+                check_count(name, getattr(self, name))
+        for name in ("online", "proximal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        for name, most in (("shrink", 1), ("freeze", 1), ("decay", 1), ("burn_in", math.inf)):
+            check_number(name, getattr(self, name), least=0, most=most)
+        if self.decay == 1:
+            raise ValueError(f"decay must be below 1, not {self.decay!r}: the average would never change.")
+        for name in ("temperature", "initial_precision"):
+            check_number(name, getattr(self, name), least=0, above=True)
+        low, high = (check_number(f"bounds[{i}]", bound) for i, bound in enumerate(self.bounds))
+        if not low < high:
+            raise ValueError(f"bounds are the lowest and the highest log δ, not {self.bounds!r}.")
         if self.online and not 0 <= self.burn_in < self.freeze <= 1:
             raise ValueError(
                 "online, burn_in and freeze are shares of total_steps, 0 ≤ burn_in < freeze ≤ 1, not "
@@ -87,13 +95,13 @@ class Settings:
         return self.every or max(1, min(10, update // 5)), update
 
 
-#: While δ burns in or is frozen, looks are so many times rarer: H is wanted at the next update or at the end only.
+#: While δ burns in or is frozen, measurements are this many times rarer: H is needed at the next update or at the end.
 IDLE = 4
 
-#: For pretrained weights. The prior stays in the gradient, where Adam bounds its step: the proximal step of a weight
-#: that no gradient reaches (a word that no text has) is as large as Adam's is for it, and takes what was pretrained. So
-#: does the posterior mean's move: δ from a few samples is noisy, each rise moves weights inwards, and no fall moves
-#: them out again.
+#: For pretrained weights. The prior stays in the gradient, where Adam bounds its step. A weight without a gradient,
+#: such as the embedding of an unused word, would lose its pretrained value in the proximal step, because Adam's step
+#: size for it is large. The posterior mean's move is off as well: δ from a few samples is noisy, each rise moves
+#: weights towards zero, and no fall moves them back.
 FINE_TUNING = Settings(shrink=0.0, proximal=False)
 
 #: For Kronecker curvature, which is learned by epochs.
@@ -106,7 +114,9 @@ PAPER = Settings(
 
 
 def settings_for(structure: str, settings: Settings | None, options: Mapping[str, Any]) -> Settings:
-    """What a SpaM goes by that is given these: the structure's own settings where there are none, and the options."""
+    """The settings of a SpaM: those given, else the structure's own, changed by the options."""
+    if settings is not None and not isinstance(settings, Settings):
+        raise TypeError(f"settings must be shaver.settings.Settings(…), not {shown(settings)}.")
     for name in options:
         check_name("SpaM option", name, [f.name for f in fields(Settings)])
     if settings is None:

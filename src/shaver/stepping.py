@@ -28,7 +28,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Iterable[Tenso
     if not groups:
         raise ValueError(
             f"{', '.join(type(o).__name__ for o in optimizers)} holds no trainable parameter of the model that SpaM "
-            "watches: was the model wrapped, copied or moved after the optimizer was made?"
+            "trains: was the model wrapped, copied or moved after the optimizer was made?"
         )
     if decay := max(group.get("weight_decay") or 0.0 for group in groups):
         warnings.warn(

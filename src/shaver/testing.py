@@ -1,5 +1,6 @@
-"""Checks for a user's own extensions: one call that says what is wrong, in the manner of a conformance suite."""
+"""Checks for a user's own extensions: one call that says what is wrong."""
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from shaver import criteria, curvature
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
+from shaver.curvature.rules import candidates_for
+from shaver.curvature.uses import Use
 from shaver.evidence import Posterior, improve
 from shaver.priors import Grouping, make_prior
 
@@ -86,6 +89,62 @@ def check_prior(prior: str | Grouping, model: nn.Module | None = None) -> None:
         _check_grouping(prior, named, where)
         for structure in ("diag", "kron"):
             _check_learning(prior, named, structure, where)
+
+
+def check_rule(module: nn.Module, inputs: Tensor) -> None:
+    """Check a curvature rule that was added by :func:`shaver.curvature.register_rule`, on a module it is for.
+
+    Example:
+        >>> check_rule(nn.Linear(4, 3), torch.randn(5, 4))
+
+    The rule must have a use for each trainable parameter. Its per-sample gradients and their squares must be
+    autograd's, in double precision, for one output gradient and for several, and for some of the samples. It must
+    leave the module as it found it.
+
+    Args:
+        module: A module of the type that the rule is for.
+        inputs: What the module is called with, samples first.
+
+    Raises:
+        AssertionError: Says which of these does not hold.
+    """
+    candidate = next(candidates_for(module), None)
+    assert candidate is not None, f"no rule is registered for {type(module).__name__}."
+    where = f"rule {candidate.label!r} for {type(module).__name__}"
+    module, x = copy.deepcopy(module).double(), inputs.double() if inputs.is_floating_point() else inputs
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    named = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+    with torch.enable_grad():
+        outputs = module(x)
+    for columns in (1, 3):
+        grads = torch.randn(columns, *outputs.shape, generator=generator, dtype=torch.float64)
+        before = _footprint(module)
+        uses = candidate.rule(module, x, grads)
+        _compare(before, _footprint(module), where)
+        for name, parameter in named.items():
+            assert name in uses, f"{where}: no use for the parameter {name!r}; it has {sorted(uses)}."
+            rows = [
+                torch.autograd.grad((outputs[n] * grads[k, n]).sum(), parameter, retain_graph=True)[0]
+                for k in range(columns)
+                for n in range(len(x))
+            ]
+            expected = torch.stack(rows).reshape(columns, len(x), *parameter.shape)
+            _check_use(uses[name], expected, f"{where}: {name!r} with {columns} output gradients")
+
+
+def _check_use(use: Use, expected: Tensor, where: str) -> None:
+    scale = float(expected.abs().max()) + 1e-12
+    for start, stop in ((0, expected.shape[1]), (1, 2)):
+        found, rows = use.per_sample(start, stop), expected[:, start:stop]
+        assert found.shape == rows.shape, f"{where}: gradients of shape {tuple(found.shape)}, not {tuple(rows.shape)}."
+        error = float((found - rows).abs().max()) if rows.numel() else 0.0
+        assert error <= 1e-8 * scale, f"{where}: the gradients of samples {start} to {stop} differ from autograd's."
+    squares, total = use.square_sum(), expected.square().sum((0, 1))
+    assert squares.shape == total.shape, f"{where}: square_sum has shape {tuple(squares.shape)}."
+    assert float((squares - total).abs().max()) <= 1e-8 * scale**2 * expected.shape[1], f"{where}: square_sum is wrong."
 
 
 def _check_grouping(prior: str | Grouping, named: Mapping[str, Tensor], where: str) -> None:

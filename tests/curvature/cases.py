@@ -53,7 +53,7 @@ class Case:
     """One network with its data.
 
     Attributes:
-        generic: Parameters that may be left to the generic rule; every other trainable one must have a fast rule.
+        generic: The parameters that are left to the generic rule; every other trainable one has a fast rule.
         frozen: Parameters that are not trained, hence have no curvature.
         keys: Names of the inputs for dict batches, called as ``model(**inputs)``.
     """
@@ -161,9 +161,6 @@ def names(*items: str) -> frozenset[str]:
 
 IN, OUT = of(nn.Linear, 4, 5), of(nn.Linear, 5, 3)
 TANH, POSITIONS, PIXELS = of(nn.Tanh), net.pool_positions, net.pool_pixels
-PACKED = names(
-    "attention.in_proj_weight", "attention.in_proj_bias", "attention.out_proj.weight", "attention.out_proj.bias"
-)
 
 LINEAR = [
     Case("mlp", chain(IN, TANH, of(nn.Linear, 5, 5, bias=False), of(nn.ReLU), OUT), normal(4)),
@@ -173,7 +170,7 @@ LINEAR = [
     Case("linear-folded-positions-major", of(net.Folded, positions_major=True), normal(3, 4)),
     Case("sequence-first", net.SequenceFirst, normal(4, 4)),
     Case("sequence-first-square", of(net.SequenceFirst, norm=True), normal(3, 4)),
-    Case("linear-on-shared-table", net.OnTable, normal(3, 4), generic=names("project.weight", "project.bias")),
+    Case("linear-on-shared-table", net.OnTable, normal(3, 4)),
     Case("linear-in-place-relu", chain(IN, of(nn.ReLU, inplace=True), OUT), normal(4)),
     Case("linear-dropout", chain(IN, of(nn.Dropout, 0.5), TANH, OUT), normal(4)),
     Case("conv1d-transformers", chain(of(net.Conv1D, 5, 4), TANH, of(net.Conv1D, 3, 5), POSITIONS), normal(3, 4)),
@@ -275,21 +272,21 @@ OTHER = [
         generic=names("0.weight"),
     ),
     Case("scalars", chain(IN, net.Bias, TANH, net.Scale, net.Bias, OUT, POSITIONS), normal(3, 4)),
-    Case("prelu", chain(IN, of(nn.PReLU, 5), OUT), normal(4), generic=names("1.weight")),
-    Case("bilinear-form", chain(net.Quadratic), normal(4), generic=names("0.left", "0.gain")),
+    Case("prelu", chain(IN, of(nn.PReLU, 5), OUT), normal(4)),
+    Case("bilinear-form", chain(net.Quadratic), normal(4), generic=names("0.left")),
     Case(
         "conv-transpose",
         chain(of(nn.ConvTranspose2d, 2, 4, 2, stride=2), TANH, PIXELS, of(nn.Linear, 4, 3)),
         normal(2, 3, 2),
         generic=names("0.weight", "0.bias"),
     ),
-    Case("attention-batch-first", net.MultiHead, normal(3, 4), generic=PACKED),
-    Case("attention-batch-second", of(net.MultiHead, batch_first=False), normal(3, 4), generic=PACKED),
+    Case("attention-batch-first", net.MultiHead, normal(3, 4)),
+    Case("attention-batch-second", of(net.MultiHead, batch_first=False), normal(3, 4)),
     Case(
         "lstm",
         net.Recurrent,
         normal(3, 3),
-        generic=names("cell.weight_ih_l0", "cell.weight_hh_l0", "cell.bias_ih_l0", "cell.bias_hh_l0"),
+        generic=names("cell.weight_ih_l0", "cell.weight_hh_l0"),
     ),
     Case(
         "weight-norm",
@@ -298,7 +295,7 @@ OTHER = [
         generic=names("0.parametrizations.weight.original0", "0.parametrizations.weight.original1"),
     ),
     Case("torch-prune-mask", pruned, normal(4), generic=names("0.weight_orig")),
-    Case("linear-subclass", chain(of(net.HalfLinear, 4, 5), TANH, OUT), normal(4), generic=names("0.weight", "0.bias")),
+    Case("linear-subclass", chain(of(net.HalfLinear, 4, 5), TANH, OUT), normal(4), generic=names("0.weight")),
     Case("called-twice", net.CalledTwice, normal(4)),
     Case("registered-twice", registered_twice, normal(4)),
     Case("shared-branches", net.Branches, normal(2, 6)),
@@ -322,12 +319,11 @@ COMPOSITE = [
     ),
     Case("mixer-block", chain(of(net.MixerBlock, 3, 4), POSITIONS, of(nn.Linear, 4, 3)), normal(3, 4)),
     Case("transformer-block", chain(of(net.TransformerBlock, 4), POSITIONS, of(nn.Linear, 4, 3)), normal(3, 4)),
-    Case("vision-transformer", net.VisionTransformer, normal(1, 4, 4), generic=names("token", "positions")),
+    Case("vision-transformer", net.VisionTransformer, normal(1, 4, 4)),
     Case(
         "torch-encoder",
         chain(of(nn.TransformerEncoderLayer, 4, 2, 6, batch_first=True), POSITIONS, of(nn.Linear, 4, 3)),
         normal(3, 4),
-        generic=frozenset(f"0.self_attn.{n.removeprefix('attention.')}" for n in PACKED),
     ),
     Case("tied-language-model", net.TiedLanguageModel, integers(6, 3), integers(6, 3)),
     Case(

@@ -1,4 +1,4 @@
-"""What the tests of online curvature share: watched passes over the shared cases, and the numbers they must give."""
+"""What the tests of online curvature share: measured passes over the shared cases, and the numbers they must give."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ N = 50
 
 
 def without_noise(model: nn.Module) -> nn.Module:
-    """Training mode, but with no dropout: a watched pass and an estimate see the same network."""
+    """Training mode, but with no dropout: a measured pass and an estimate see the same network."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -43,7 +43,7 @@ def forward(case: Case, model: nn.Module, batch: Any) -> Tensor:
 
 
 def nlls(case: Case, model: nn.Module, batch: Any) -> Tensor:
-    """The negative log likelihood of each sample, by a pass that is watched."""
+    """The negative log likelihood of each sample, by a pass that is measured."""
     return get_likelihood(case.likelihood).nll(forward(case, model, batch), targets_of(batch))
 
 

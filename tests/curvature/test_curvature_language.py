@@ -71,7 +71,7 @@ def test_the_generalised_gauss_newton_is_exact(name: str, causal: bool):
 
 @pytest.mark.parametrize("own_loss", [True, False], ids=["the model's loss", "a loss of one's own"])
 @pytest.mark.parametrize(("name", "causal"), FAMILIES)
-def test_a_watched_training_step_gives_the_same(name: str, causal: bool, own_loss: bool):
+def test_a_measured_training_step_gives_the_same(name: str, causal: bool, own_loss: bool):
     model, batch = prepare(name, causal)
     diagonal, likelihood = empirical(model, batch, causal)
     online = OnlineCurvature(model, N, source="ef", every=1, decay=0.0)

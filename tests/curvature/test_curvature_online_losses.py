@@ -66,7 +66,7 @@ def test_a_told_reduction_is_over_the_samples_of_a_step(loss: str, weight: float
 
 
 class Shift(nn.Module):
-    """Logits that are given, with a parameter to look at."""
+    """Logits that are given, with a parameter to measure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_infinite_gradients_are_an_error_that_names_the_parameter():
         nlls(case, model, batch).mean().backward()
 
 
-def test_a_step_that_the_scaler_will_skip_is_not_looked_at():
+def test_a_step_that_the_scaler_will_skip_is_not_measured():
     case, model, batches = prepare("mlp", (4, 4))
     online = online_for(model, decay=0.5)
     with online.measure():

@@ -87,12 +87,12 @@ def test_a_model_that_is_all_generic(source: str):
 def test_mc_goes_to_the_ggn_within_its_standard_error():
     case, model, (batch,) = prepare("mlp")
     online = online_for(model, source="mc")
-    looks = []
+    diagonals = []
     for _ in range(300):
         with online.measure():
             nlls(case, model, batch).mean().backward()
-        looks.append(torch.cat([h.flatten() for h in online.curvature().diagonal().values()]))
-    draws = torch.stack(looks)
+        diagonals.append(torch.cat([h.flatten() for h in online.curvature().diagonal().values()]))
+    draws = torch.stack(diagonals)
     ggn, ef = (
         torch.cat([h.flatten() for h in expected(case, model, [batch], source)[0].values()]) for source in ("ggn", "ef")
     )
@@ -119,12 +119,12 @@ def test_mc_follows_its_seed_and_leaves_the_global_one():
 
 
 @pytest.mark.parametrize("source", ["ef", "mc"])
-def test_dropout_is_drawn_as_if_nobody_watched(source: str):
+def test_dropout_is_drawn_as_without_a_measurement(source: str):
     case = BY_NAME["transformer-block"]
     model, (batch,) = case.model(), case.batches((5,))
     outcomes = []
-    for watched in (False, True):
-        online = online_for(model, source=source) if watched else None
+    for measured in (False, True):
+        online = online_for(model, source=source) if measured else None
         torch.manual_seed(5)
         outcomes.append((forward(case, model, batch), forward(case, model, batch)))
         if online is not None:

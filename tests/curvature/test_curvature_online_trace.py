@@ -1,4 +1,4 @@
-"""A watched model trains as if nobody watched, and lets go of everything; a saved average goes on."""
+"""A measured model trains as without a measurement, and nothing is kept of it; a saved average goes on."""
 
 import copy
 import gc
@@ -40,11 +40,11 @@ def test_gradients_are_the_same(case: Case, source: str):
 
     alone = gradients()
     online = online_for(model, source=source, likelihood=case.likelihood)
-    watched = gradients()
+    measured = gradients()
     online.step()
     rules = online.curvature().rules
     largest = max(float(old.abs().max()) for old in alone if old is not None)
-    for (name, _parameter), old, new in zip(model.named_parameters(), alone, watched, strict=True):
+    for (name, _parameter), old, new in zip(model.named_parameters(), alone, measured, strict=True):
         assert (old is None) == (new is None)
         if old is None or torch.equal(old, new):
             continue
@@ -79,12 +79,12 @@ def test_a_failing_forward_pass_leaves_the_raw_parameters_in_place():
     case, model, (batch,) = prepare("vision-transformer")
     online = online_for(model)
     good = batch[0]
-    for look in range(2):
+    for attempt in range(2):
         broken = model.head.register_forward_pre_hook(lambda module, args: 1 / 0 if not online._busy else None)
         with pytest.raises(ZeroDivisionError):
             model(good)
         broken.remove()
-        assert "token" not in vars(model), look
+        assert "token" not in vars(model), attempt
         assert model.token is dict(model.named_parameters())["token"]
     with online.measure():
         nlls(case, model, batch).mean().backward()
@@ -109,7 +109,7 @@ def test_torch_s_own_functions_are_in_place_whenever_the_model_is_not_running():
     assert not seen[-1]
 
 
-def test_a_copy_of_a_watched_model_is_not_watched():
+def test_a_copy_of_a_measured_model_is_not_measured():
     case, model, (batch, other) = prepare("vision-transformer", (4, 3))
     online = online_for(model)
     with online.measure():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shaver.curvature import Dense, OnlineCurvature, Outer, estimate, register_rule
 from shaver.curvature import rules as registry
+from shaver.testing import check_rule
 from tests.curvature.cases import Case, chain, normal, of
 from tests.curvature.networks import pool_positions
 from tests.curvature.reference import assert_all_same
@@ -145,3 +146,53 @@ def test_one_function_serves_several_types():
     register_rule(Gain, Louder)(docstring_rule)
     check(positions(Gain), "docstring rule")
     check(positions(Louder), "docstring rule")
+
+
+# check_rule ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (nn.Linear(4, 3), torch.randn(5, 2, 4)),
+        (nn.Conv2d(2, 4, 3, padding=1, groups=2), torch.randn(5, 2, 4, 4)),
+        (nn.Embedding(6, 3, padding_idx=0), torch.randint(6, (5, 4))),
+        (nn.LayerNorm((3, 4)), torch.randn(5, 3, 4)),
+        (nn.PReLU(4), torch.randn(5, 4, 3)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_rules_of_the_library_pass_the_check(module: nn.Module, inputs: Tensor):
+    check_rule(module, inputs)
+
+
+def test_the_check_passes_the_rule_of_the_docstring():
+    register_rule(Gain)(docstring_rule)
+    check_rule(Gain(), torch.randn(4, 3, 5))
+
+
+def touches(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Dense]:
+    with torch.no_grad():
+        module.gain.mul_(2)
+    return docstring_rule(module, inputs, grads)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (wrong_by_two, "differ from autograd"),
+        (squares_before_the_sum, "differ from autograd"),
+        (wrong_shape, "gradients of shape"),
+        (wrong_name, "no use for the parameter 'gain'"),
+        (touches, "it changed the model's weights"),
+    ],
+)
+def test_the_check_says_what_is_wrong(rule: Any, message: str):
+    register_rule(Gain)(rule)
+    with pytest.raises(AssertionError, match=message):
+        check_rule(Gain(), torch.randn(4, 3, 5))
+
+
+def test_the_check_needs_a_rule():
+    with pytest.raises(AssertionError, match="no rule is registered for Gain"):
+        check_rule(Gain(), torch.randn(4, 3, 5))

@@ -109,3 +109,35 @@ def test_one_of_several_optimizers_may_be_another_model_s():
 def test_a_closure_s_optimizer_is_checked_too():
     with pytest.raises(ValueError, match="holds no trainable parameter"):
         SpaM(mlp(), N).step(torch.optim.LBFGS(mlp().parameters()), closure=lambda: None)
+
+
+def test_a_matrix_that_becomes_zero_is_named():
+    """At a huge learning rate the proximal step removes every weight of a layer."""
+    model, (x, y) = mlp(), blobs()
+    spam = SpaM(model, N, every=1, update=2, initial_precision=1e6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+
+    def steps() -> None:
+        for _ in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x).clamp(-50, 50), y).backward()
+            spam.step(optimizer)
+
+    with pytest.warns(UserWarning, match="every weight of '0.weight'.* is zero after step"):
+        steps()
+
+
+def test_print_says_how_far_it_is():
+    model, (x, y) = mlp(), blobs()
+    spam = SpaM(model, N, every=1, update=1, total_steps=40)
+    assert "step 0 of 40, 0 curvature measurements, 0 updates of δ" in str(spam)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        spam.step(optimizer)
+    text = str(spam)
+    assert f"{N} samples" in text
+    assert "prior 'parameter', structure 'diag', source 'mc'" in text
+    assert "step 6 of 40" in text
+    assert "effective_parameters" in text

@@ -48,14 +48,14 @@ def test_a_loss_scale_changes_nothing(options: dict[str, Any], likelihood: str):
 
 @pytest.mark.parametrize("source", ["ef", "mc"])
 @pytest.mark.parametrize("proximal", [True, False])
-def test_a_skipped_step_is_neither_a_step_nor_a_shrink_nor_a_look(source: str, proximal: bool):
+def test_a_skipped_step_is_neither_a_step_nor_a_shrink_nor_a_measurement(source: str, proximal: bool):
     problem = Problem(True, source=source, proximal=proximal)
     batches = split(blobs())
     problem.step(*batches[0])
     problem.step(*batches[1])
     before, h = weights(problem.model), problem.spam.curvature.diagonal()
     problem.spam._between = 100  # no update of δ just now
-    problem.step(*batches[2], factor=math.inf)  # the third step is one that is looked at
+    problem.step(*batches[2], factor=math.inf)  # the third step is one that is measured
     assert_close(weights(problem.model), before, 0.0)
     assert_close(problem.spam.curvature.diagonal(), h, 0.0)
     problem.step(*batches[3])
