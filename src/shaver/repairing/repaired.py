@@ -114,8 +114,9 @@ def repair(
     removed = [name for name, mask in kept.items() if not bool(mask.all())]
     if not removed:
         return Repaired()
+    weights = [name for name in removed if kept[name].ndim > 1]
     with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]), _atomic(model):
-        plan = make_plan(reference, lambda: call(reference, data[0], forward), removed)
+        plan = make_plan(reference, lambda: call(reference, data[0], forward), weights)
         fitting = _Fitting(model, reference, kept, posterior, DAMPING if damping is None else damping)
         total = len(set(plan.stops))
         stops = sequential_moments(plan, model, reference, data, lambda network, batch: call(network, batch, forward))
@@ -161,7 +162,10 @@ class _Fitting:
         bias, dense_bias = site.bias(self.model), site.bias(self.reference)
         has_constant = bias is not None or site.norm is not None
         groups, outputs, _ = weight.shape
-        constant = weight.new_full((groups, outputs, 1), float(has_constant)).bool()
+        constant = torch.full_like(weight[..., :1], has_constant, dtype=torch.bool)
+        bias_kept = site.bias_kept(self.kept)
+        if bias is not None and bias_kept is not None:
+            constant &= bias_kept.to(constant.device).reshape_as(constant)
         zeros = weight.new_zeros(groups, outputs, 1)
         mean = torch.cat([dense, zeros if dense_bias is None else dense_bias.double().reshape_as(zeros)], -1)
         before = torch.cat([weight * kept, zeros if bias is None else bias.double().reshape_as(zeros)], -1)

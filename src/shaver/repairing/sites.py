@@ -59,6 +59,15 @@ class Site:
             return None
         return first
 
+    def bias_kept(self, masks: Mapping[str, Tensor]) -> Tensor | None:
+        """The mask of the bias, if the masks have one."""
+        path, part = self.users[0]
+        own = {"": "bias", _OUTPUT: "out_proj.bias"}.get(part, "in_proj_bias")
+        mask = masks.get(f"{path}.{own}" if path else own)
+        if mask is None or part not in _INPUTS:
+            return mask
+        return mask.reshape(3, -1)[_INPUTS.index(part)]
+
     @torch.no_grad()
     def write(self, model: nn.Module, matrix: Tensor, bias: Tensor | None) -> None:
         """Give the weight new values, and the bias if there is one."""

@@ -1,6 +1,8 @@
 """``compact``: from a trained network to a smaller dense one in a single call."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -16,8 +18,9 @@ from shaver.measure import Cost, cost
 from shaver.measure.example import Example
 from shaver.naming import check_name
 from shaver.pruning.ranking import check_sparsity
+from shaver.repairing import Repaired, repair
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser
-from shaver.structure.groups import Groups, check_groups, kept_units
+from shaver.structure.groups import Groups, check_groups, kept_units, mask_units
 from shaver.structure.inputs import check_example, check_network
 from shaver.structure.removal import remove_units
 from shaver.structure.scores import score_units
@@ -37,6 +40,7 @@ class CompactReport:
         choice: Which units stayed, the share requested and the share removed.
         before: Parameters, bytes and FLOPs of the network as it was.
         after: The same of the small one.
+        repaired: What the repair did, with ``calibration``.
     """
 
     model: nn.Module
@@ -44,6 +48,7 @@ class CompactReport:
     choice: Choice
     before: Cost
     after: Cost
+    repaired: Repaired | None = None
 
     def __str__(self) -> str:
         lines = [str(self.choice)]
@@ -83,6 +88,7 @@ def compact_with_report(
     min_units: int = 1,
     groups: Groups | None = None,
     masks: Mapping[str, Tensor] | None = None,
+    calibration: Iterable[Any] | None = None,
     in_place: bool = False,
     optimizer: Optimizer | None = None,
     spam: "SpaM | None" = None,
@@ -123,6 +129,8 @@ def compact_with_report(
             never removed, residual streams only if asked for there.
         masks: Remove exactly the units that these masks removed, such as ``history.masks`` after pruning during
             training; criterion, sparsity and the options of the choice are then ignored.
+        calibration: Batches of unlabelled inputs. Before the units are removed, the weights that remain are repaired
+            (:func:`shaver.repair`), so that the small network's outputs are near those of the whole one.
         in_place: Change the network itself.
         optimizer: Its state is sliced too, so that training goes on without a jump; needs ``in_place``.
         spam: Its prior and curvature are sliced too; needs ``in_place``.
@@ -152,22 +160,49 @@ def compact_with_report(
         scores = score_units(model, groups, criterion, posterior=posterior, batches=batches, **scoring)
         choice = Chooser(model, groups, options, example).choose(scores, sparsity)
     before = cost(model, example, latency=False)
-    # The units are chosen and not yet sliced: this is the place for anything that adjusts the remaining weights.
-    done = remove_units(
-        model,
-        groups,
-        choice.kept,
-        example,
-        forward=forward,
-        mask=masks is None and sparsity is not None,
-        in_place=in_place,
-        optimizer=optimizer,
-        spam=spam,
-    )
-    return CompactReport(done.model, groups, choice, before, cost(done.model, example, latency=False))
+    with _repaired(model, groups, choice, calibration, posterior, forward, in_place=in_place) as (repaired, report):
+        done = remove_units(
+            repaired,
+            groups,
+            choice.kept,
+            example,
+            forward=forward,
+            mask=masks is None and sparsity is not None,
+            in_place=in_place or calibration is not None,
+            optimizer=optimizer,
+            spam=spam,
+        )
+    return CompactReport(done.model, groups, choice, before, cost(done.model, example, latency=False), report)
 
 
 compact = _network_alone(compact_with_report)
+
+
+@contextmanager
+def _repaired(
+    model: nn.Module,
+    groups: Groups,
+    choice: Choice,
+    calibration: Iterable[Any] | None,
+    posterior: PosteriorLike | None,
+    forward: Forward | None,
+    *,
+    in_place: bool,
+) -> Iterator[tuple[nn.Module, Repaired | None]]:
+    """The network, or a copy, with the chosen units masked and the rest repaired; as it was after an error."""
+    if calibration is None:
+        yield model, None
+        return
+    dense = deepcopy(model)
+    target = model if in_place else deepcopy(model)
+    masks = mask_units(target, groups, choice.kept)
+    try:
+        masks.apply_(target)
+        yield target, repair(target, calibration, reference=dense, masks=masks, posterior=posterior, forward=forward)
+    except BaseException:
+        if in_place:
+            model.load_state_dict(dense.state_dict())
+        raise
 
 
 def _masked(model: nn.Module, groups: Groups, masks: Mapping[str, Tensor]) -> Choice:

@@ -1,0 +1,210 @@
+r"""Pruning trained networks without training again: plain masks, norm statistics alone, peers, and repair.
+
+    python benchmarks/repair.py                          # all parts: docs/results/repair.csv and its table
+    python benchmarks/repair.py --parts resnet20 --resnet20 resnet20.safetensors
+    python benchmarks/repair.py --parts lenet fashion --seeds 1
+
+Every method of a row starts from the same trained network. Calibration images come from the training set, without their
+labels; accuracy is that of all 10,000 test images. Trained networks are kept in --runs. One process, one torch thread;
+``seconds`` is processor time. Rows that are in the CSV file already are not measured again.
+"""
+
+import argparse
+import copy
+import csv
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from repair_networks import resnet20, trained
+from repair_peers import check, prune_layerwise
+from torch import Tensor, nn
+
+import shaver
+
+Row = dict[str, Any]
+FIELDS = ("network", "seed", "removed", "share", "method", "accuracy", "images", "seconds", "megabytes")
+#: What CHITA's paper reports for this ResNet-20.
+PUBLISHED = {"MP": (88.44, 78.79, 54.01, 11.79), "WoodFisher": (90.23, 81.05, 62.63, 11.49),
+             "CBS": (90.58, 81.84, 51.28, 13.68), "CHITA++": (91.04, 90.38, 88.72, 79.32)}  # fmt: skip
+
+Method = Callable[[nn.Module], nn.Module]
+
+
+class Case:
+    """One network with its calibration images and its test images."""
+
+    def __init__(
+        self, name: str, seed: int, model: nn.Module, images: Tensor, test: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        self.name, self.seed, self.model, self.test = name, seed, model, test
+        self.calibration = list(images.split(256))
+        self.images = len(images)
+
+    def measure(self, removed: str, share: float, method: str, run: Method) -> Row:
+        """One row of the table."""
+        began = time.process_time()
+        model = run(copy.deepcopy(self.model))
+        seconds = time.process_time() - began
+        accuracy = shaver.measure.quality(model, self.test).accuracy
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        values = (
+            self.name,
+            self.seed,
+            removed,
+            share,
+            method,
+            round(100 * accuracy, 2),
+            self.images,
+            round(seconds, 1),
+        )
+        return dict(zip(FIELDS, (*values, memory), strict=True))
+
+    def plain(self, sparsity: float, criterion: str, posterior: Any, *, measured_again: bool) -> Method:
+        """Masks alone, or with the norm statistics measured again."""
+
+        def run(model: nn.Module) -> nn.Module:
+            shaver.prune(model, shaver.score(model, criterion, posterior=posterior), sparsity)
+            if measured_again:
+                shaver.recalibrate(model, self.calibration)
+            return model
+
+        return run
+
+    def repaired(self, sparsity: float, criterion: str, posterior: Any, damping: Any = None) -> Method:
+        """Pruned in rounds and repaired."""
+
+        def run(model: nn.Module) -> nn.Module:
+            scores = shaver.score(model, criterion, posterior=posterior)
+            shaver.prune(model, scores, sparsity, posterior=damping, calibration=self.calibration)
+            return model
+
+        return run
+
+    def peer(self, sparsity: float, method: str) -> Method:
+        """SparseGPT or Wanda, with the norm statistics measured again."""
+
+        def run(model: nn.Module) -> nn.Module:
+            prune_layerwise(model, self.calibration, sparsity, method)
+            shaver.recalibrate(model, self.calibration)
+            return model
+
+        return run
+
+    def units(self, share: float, *, calibrated: bool) -> Method:
+        """A smaller network, with or without repair."""
+
+        def run(model: nn.Module) -> nn.Module:
+            extra: dict[str, Any] = {"calibration": self.calibration} if calibrated else {}
+            small: nn.Module = shaver.compact(
+                model, self.calibration[0][:2], criterion="magnitude", sparsity=share, **extra
+            )
+            return small
+
+        return run
+
+
+def weights(
+    case: Case, shares: tuple[float, ...], criterion: str = "magnitude", posterior: Any = None
+) -> Iterator[Any]:
+    """The cells of unstructured rows: label, share, method, function."""
+    norms = any(isinstance(module, nn.BatchNorm2d) for module in case.model.modules())
+    for share in shares:
+        yield "weights", share, "masks", case.plain(share, criterion, posterior, measured_again=False)
+        if norms:
+            yield "weights", share, "masks, norms", case.plain(share, criterion, posterior, measured_again=True)
+        yield "weights", share, "Wanda", case.peer(share, "wanda")
+        yield "weights", share, "SparseGPT", case.peer(share, "sparsegpt")
+        yield "weights", share, "repair", case.repaired(share, criterion, posterior)
+        if posterior is not None:
+            yield "weights", share, "repair, learned δ", case.repaired(share, criterion, posterior, posterior)
+
+
+def units(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:
+    """The cells of structured rows."""
+    for share in shares:
+        yield "units", share, "masks", case.units(share, calibrated=False)
+        yield "units", share, "repair", case.units(share, calibrated=True)
+
+
+def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator[Any]]]:
+    """The networks of a part, each with what is measured on it."""
+    if part == "resnet20":
+        splits = shaver.data.load("cifar10")
+        scaled = [(x.float() / 255 - 0.5) / 0.5 for x in (splits.train.inputs[_some(1024, 50_000)], splits.test.inputs)]
+        test = list(zip(scaled[1].split(500), splits.test.targets.split(500), strict=True))
+        case = Case("ResNet-20/CIFAR-10", 0, resnet20(asked.resnet20), scaled[0], test)
+        yield case, weights(case, (0.5, 0.7, 0.8, 0.9))
+        return
+    for seed in range(asked.seeds):
+        name = {"lenet": "LeNet/MNIST MAP", "fashion": "LeNet/Fashion MAP", "spam": "LeNet/MNIST SpaM",
+                "units": "LeNet/MNIST MAP", "batchnorm": "ResNet/MNIST MAP"}[part]  # fmt: skip
+        found = trained(name, seed, asked.runs)
+        images = found["splits"].train[_some(4000, 60_000)][0]
+        case = Case(name, seed, found["model"], images, list(found["splits"].test.batches(500)))
+        if part == "units":
+            yield case, units(case, (0.6, 0.8))
+        elif part == "spam":
+            yield case, weights(case, (0.98, 0.99), "opd", found["posterior"])
+        else:
+            shares = {"lenet": (0.95, 0.97, 0.98), "fashion": (0.9, 0.95), "batchnorm": (0.8, 0.9)}[part]
+            yield case, weights(case, shares)
+
+
+def _some(count: int, total: int) -> Tensor:
+    return torch.randperm(total, generator=torch.Generator().manual_seed(0))[:count]
+
+
+def table(rows: list[Row]) -> str:
+    """A Markdown table: a row for each network and share, a column for each method."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines = ["| network | removed | " + " | ".join(methods) + " |", "|---|---|" + "---|" * len(methods)]
+    for key in dict.fromkeys((row["network"], row["removed"], row["share"]) for row in rows):
+        mine = [row for row in rows if (row["network"], row["removed"], row["share"]) == key]
+        cells = []
+        for method in methods:
+            values = [float(row["accuracy"]) for row in mine if row["method"] == method]
+            cells.append(f"{sum(values) / len(values):.2f}" if values else "–")
+        lines.append(f"| {key[0]} | {100 * float(key[2]):g} % of {key[1]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parts = ("resnet20", "lenet", "fashion", "spam", "batchnorm", "units")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--resnet20", type=Path, default=Path("resnet20.safetensors"), help="the weights' file")
+    parser.add_argument("--runs", type=Path, default=Path("runs/repair"))
+    parser.add_argument("--csv", type=Path, default=Path("docs/results/repair.csv"))
+    parser.add_argument("--methods", nargs="+", help="only these")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    check()
+    rows: list[Row] = []
+    if asked.csv.exists():
+        with open(asked.csv, newline="") as file:
+            rows = list(csv.DictReader(file))
+    done = {tuple(str(row[key]) for key in FIELDS[:5]) for row in rows}
+    for part in asked.parts:
+        for case, cells in cases(part, asked):
+            for removed, share, method, run in [("weights", 0.0, "dense", lambda model: model), *cells]:
+                if asked.methods and method not in asked.methods:
+                    continue
+                if (case.name, str(case.seed), removed, str(share), method) in done:
+                    continue
+                rows.append(case.measure(removed, share, method, run))
+                print(*rows[-1].values(), flush=True)
+                with open(asked.csv, "w", newline="") as file:
+                    writer = csv.DictWriter(file, FIELDS)
+                    writer.writeheader()
+                    writer.writerows(rows)
+    print(table(rows))
+    print("published at 50 / 70 / 80 / 90 %:", PUBLISHED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""SparseGPT and Wanda as published, layer by layer in the order of the forward pass, for any network of `repair.py`.
+
+Both prune every layer to the same sparsity. SparseGPT (Frantar and Alistarh, 2023) sweeps over the columns of a weight
+matrix: it chooses the mask of each block of columns by w² / [H⁻¹]² and moves the error of each removed weight to the
+columns after it. Wanda (Sun et al., 2024) removes the lowest |w| · ‖x‖ of each row and changes nothing else. Biases and
+norm statistics stay as they are.
+"""
+
+import copy
+from collections.abc import Sequence
+from contextlib import closing
+
+import torch
+from torch import Tensor, nn
+
+from shaver.measure.evaluating import evaluating
+from shaver.repairing.moments import Moments, sequential_moments
+from shaver.repairing.sites import Site, make_plan
+
+
+def prune_layerwise(model: nn.Module, batches: Sequence[Tensor], sparsity: float, method: str) -> None:
+    """Prune every linear layer and convolution in place by ``"sparsegpt"`` or ``"wanda"``."""
+    rule = {"sparsegpt": sparsegpt, "wanda": wanda}[method]
+    with evaluating(model):
+        twin = copy.deepcopy(model)
+        plan = make_plan(twin, lambda: twin(batches[0]), [])
+        with closing(sequential_moments(plan, model, twin, batches, lambda network, x: network(x))) as stops:
+            for site, moments in stops:
+                if isinstance(site, Site) and isinstance(moments, Moments):
+                    weight = site.weight(model).double()
+                    pruned = [rule(w, h[:-1, :-1], sparsity) for w, h in zip(weight, moments.second, strict=True)]
+                    site.write(model, torch.stack(pruned), None)
+
+
+def sparsegpt(weight: Tensor, hessian: Tensor, sparsity: float, *, block: int = 128, damping: float = 0.01) -> Tensor:
+    """One weight matrix, ``(rows, columns)``, with H = X Xᵀ."""
+    weight, hessian = weight.clone(), hessian.clone()
+    dead = hessian.diagonal() == 0
+    hessian[dead, dead] = 1
+    weight[:, dead] = 0
+    hessian += damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=hessian.dtype)
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+    for start in range(0, weight.shape[1], block):
+        stop = min(start + block, weight.shape[1])
+        part = weight[:, start:stop]
+        scores = part.square() / upper.diagonal()[start:stop].square()
+        count = round(sparsity * scores.numel())
+        removed = torch.zeros_like(scores, dtype=torch.bool)
+        removed.view(-1)[scores.flatten().argsort()[:count]] = True
+        errors = torch.zeros_like(part)
+        for column in range(stop - start):
+            place = start + column
+            error = torch.where(removed[:, column], part[:, column], 0.0) / upper[place, place]
+            part[:, column:] -= error.unsqueeze(1) * upper[place, place:stop]
+            part[removed[:, column], column] = 0
+            errors[:, column] = error
+        weight[:, stop:] -= errors @ upper[start:stop, stop:]
+    return weight
+
+
+def wanda(weight: Tensor, hessian: Tensor, sparsity: float) -> Tensor:
+    """One weight matrix; the lowest of each row are removed."""
+    scores = weight.abs() * hessian.diagonal().sqrt()
+    removed = scores.argsort(1)[:, : round(sparsity * weight.shape[1])]
+    return weight.scatter(1, removed, 0.0)
+
+
+def check() -> None:
+    """SparseGPT's sweep against closed forms: a single removal in the first column is optimal brain surgery."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(1, 8, generator=generator, dtype=torch.float64)
+    weight[0, 0] = 1e-3  # certainly the first to go
+    hessian = x.T @ x
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(8, dtype=torch.float64)
+    inverse = torch.linalg.inv(damped)
+    expected = weight - weight[0, 0] / inverse[0, 0] * inverse[0]
+    torch.testing.assert_close(sparsegpt(weight, hessian, 1 / 8), expected)
+    found = sparsegpt(torch.randn(6, 8, generator=generator, dtype=torch.float64), hessian, 0.5)
+    assert int((found == 0).sum()) == 24
+    assert ((wanda(found + 1, hessian, 0.5) == 0).sum(1) == 4).all()
+
+
+if __name__ == "__main__":
+    check()
+    print("SparseGPT and Wanda agree with their closed forms")
