@@ -21,7 +21,11 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     data = shaver.data.load("cancer")
     example = next(iter(data.train.batches(2)))[0]
-    for method, options in (("spam", {"spam": QUICK}), ("map", {}), ("gradual", {"online": Gradual(0.5, example)})):
+    for method, options in (
+        ("spam", {"spam": QUICK}),
+        ("map", {}),
+        ("gradual", {"online": Gradual(0.5, example=example)}),
+    ):
         model = shaver.zoo.build("fcn", seed=0, inputs=30, hidden=[16, 8], classes=2)
         how = "spam" if method == "spam" else "map"
         shaver.fit(model, data.train, method=how, epochs=6, lr=0.1, folder=folder / method, **options)
@@ -40,7 +44,7 @@ def test_a_spam_run_is_made_smaller_measured_and_written(runs, tmp_path, capsys)
     assert main(["compact", str(runs / "spam"), "--sparsity", "0.5", "--data", "cancer", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "the one saved with the network" in text
-    for line in ("accuracy, %", "calibration error", "Brier", "parameters", "FLOPs a sample", "milliseconds for 128"):
+    for line in ("accuracy, %", "calibration error", "Brier", "parameters", "FLOPs per sample", "milliseconds for 128"):
         assert line in text
     small = shaver.load(out)
     assert [layer.out_features for layer in small.layers if hasattr(layer, "out_features")] == [8, 4, 2]
@@ -132,3 +136,20 @@ def test_the_help_comes_without_torch():
     assert done.returncode == 0, done.stderr
     for option in ("--sparsity", "--target", "--round-to", "--finetune", "--criterion", "--data", "--out", "--onnx"):
         assert option in done.stdout
+
+
+def test_a_network_written_over_another_leaves_nothing_that_was_made_from_that(runs, tmp_path, capsys):
+    out = tmp_path / "small"
+    assert main(["compact", str(runs / "map"), "--input-shape", "30", "--out", str(out)]) == 0
+    for name in ("network.onnx", "network.onnx.data"):
+        (out / name).write_bytes(b"other weights" * 1000)
+    (out / "notes.txt").write_text("mine")
+    arguments = ["prune", str(runs / "map"), "--criterion", "magnitude", "--sparsity", "0.5", "--out", str(out)]
+    assert main(arguments) == 0
+    names = {path.name for path in out.iterdir()}
+    assert not {"network.onnx", "network.onnx.data", "compact.json"} & names
+    assert {"pruning.json", "notes.txt"} <= names
+
+
+def test_a_missing_folder_is_named_before_anything_else(tmp_path, capsys):
+    assert "nowhere does not exist" in fails(capsys, "export", tmp_path / "nowhere", "--onnx")

@@ -11,7 +11,10 @@ import torch
 
 import shaver
 from shaver.commands.main import main
-from shaver.lab.run.demo import METHODS, TASKS, load_network
+from shaver.files import load_trained
+from shaver.lab import get_recipe
+
+TASKS, METHODS = get_recipe("demo").tasks, ("map", "spam")
 
 
 def test_help_names_the_commands_without_importing_torch():
@@ -51,10 +54,34 @@ def test_an_impossible_setting_is_a_message_and_not_a_traceback(tmp_path, capsys
     )
 
 
+def test_an_unknown_command_gets_the_nearest_name(capsys):
+    assert main(["lsit"]) == 1
+    assert "unknown command 'lsit'; did you mean 'list'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prune", "x", "--sparsity", "foo"], "'foo' is not a share such as 0.95, nor auto."),
+        (["run", "demo", "--epochs", "some"], "'some' is not a whole number."),
+        (["run", "demo", "--sparsities", "0.5", "b"], "'b' is not a share such as 0.95."),
+        (["compact", "x", "--input-shape", "a"], "'a' is not a whole number."),
+    ],
+)
+def test_a_value_of_another_kind_is_explained_without_types_of_python(capsys, arguments, words):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    text = capsys.readouterr().err
+    assert words in " ".join(text.replace("│", " ").split())
+    assert "class" not in text
+    assert "None" not in text
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """One epoch, one seed: the files of a real run."""
-    out = tmp_path_factory.mktemp("demo")
+    out = tmp_path_factory.mktemp("beside") / "demo"
     assert main(["demo", "--out", str(out), "--epochs", "1", "--repeats", "1", "--seed", "3"]) == 0
     with open(out / "results.csv") as file:
         return out, list(csv.DictReader(file))
@@ -63,7 +90,7 @@ def run(tmp_path_factory):
 def test_the_demo_writes_what_it_promises(run):
     out, rows = run
     criteria = shaver.criteria.names()
-    assert len(rows) == len(TASKS) * len(METHODS) * (1 + 10 * len(criteria))
+    assert len(rows) == len(TASKS) * len(METHODS) * (1 + 11 * len(criteria))
     assert {(r["data"], r["method"], r["criterion"]) for r in rows if r["criterion"] != "dense"} == {
         (task.data, method, name) for task in TASKS for method in METHODS for name in criteria
     }
@@ -72,7 +99,7 @@ def test_the_demo_writes_what_it_promises(run):
     study = json.loads((out / "study.json").read_text())
     assert study["seeds"] == [3]
     assert study["versions"]["torch"] == torch.__version__
-    for name in ("figures/accuracy.svg", "figures/accuracy.png", "cost.csv", "report.html"):
+    for name in ("figures/accuracy.svg", "figures/accuracy.png", "compact/plan.json", "report.html"):
         assert (out / name).stat().st_size > 0
     page, pictures = (out / "report.html").read_text(encoding="utf-8"), list((out / "pictures").glob("*.svg"))
     assert page.count('<img alt="') == len(pictures) > 0
@@ -85,8 +112,9 @@ def test_the_numbers_in_the_file_are_those_of_the_saved_networks(run, task, meth
     out, rows = run
     test = shaver.data.load(task.data, seed=3).test
     for sparsity in ("0.4", "0.95"):
-        model, posterior = load_network(out, task, method, 3)
-        scores = shaver.score(model, criterion, posterior=posterior)
+        trained = load_trained(out / "models" / f"{task.data}-{method}-3.safetensors")
+        model = trained.model
+        scores = shaver.score(model, criterion, posterior=trained.posterior)
         shaver.prune(model, scores, float(sparsity))
         with torch.no_grad():
             logits = model.eval()(test[:][0]).double()
@@ -104,21 +132,18 @@ def test_the_numbers_in_the_file_are_those_of_the_saved_networks(run, task, meth
         assert zeros >= float(row["achieved"]) - 1e-9
 
 
-def test_the_history_of_training_is_kept(run):
+def test_the_compact_network_is_in_the_results_and_smaller(run):
     out, _ = run
-    for task in TASKS:
-        for method in METHODS:
-            with open(out / "cells" / f"{task.data}-{method}-3" / "history.csv") as file:
-                (row,) = csv.DictReader(file)
-            assert float(row["loss"]) > 0
+    with open(out / "units" / "results.csv") as file:
+        rows = list(csv.DictReader(file))
+    (small,) = [r for r in rows if (r["criterion"], r["sparsity"]) == ("opd", "0.7")]
+    assert int(small["parameters"]) == sum(p.numel() for p in shaver.load(out / "compact").parameters())
+    assert int(small["flops"]) < 0.5 * int(rows[0]["flops"])
+    assert float(small["latency_ms"]) > 0
 
 
-def test_cost_is_measured_for_dense_and_masked_networks(run):
+def test_nothing_is_written_beside_the_folder_and_nothing_is_done_twice(run, capsys):
     out, _ = run
-    with open(out / "cost.csv") as file:
-        costs = list(csv.DictReader(file))
-    assert len(costs) == len(TASKS) * len(METHODS) * 2
-    for dense, masked in zip(costs[::2], costs[1::2], strict=True):
-        assert int(masked["nonzeros"]) < 0.1 * int(dense["parameters"])
-        assert int(masked["bytes_sparse"]) < int(dense["bytes_dense"])
-        assert float(dense["latency_128"]) > 0
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    assert main(["demo", "--out", str(out), "--epochs", "1", "--repeats", "1", "--seed", "3"]) == 0
+    assert "4 cells, 4 of them done earlier" in capsys.readouterr().out

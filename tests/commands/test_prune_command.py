@@ -187,12 +187,27 @@ def test_a_criterion_is_asked_for_what_it_needs_and_no_more(runs, criterion, cap
 
 def test_a_tolerated_drop_is_kept_on_validation_data(runs, tmp_path):
     out = tmp_path / "small"
-    arguments = ["prune", str(runs / "map"), "--criterion", "magnitude", "--max-drop", "0.02", "--data", "cancer"]
+    data = shaver.data.load("cancer", valid_fraction=0.2)
+    model = shaver.zoo.build("fcn", seed=0, inputs=30, hidden=[16], classes=2)
+    shaver.fit(model, data.train, method="map", epochs=4, lr=0.1, folder=tmp_path / "held")
+    arguments = ["prune", str(tmp_path / "held"), "--criterion", "magnitude", "--max-drop", "0.02", "--data", "cancer"]
     assert main([*arguments, "--valid-fraction", "0.2", "--out", str(out)]) == 0
-    valid = shaver.data.load("cancer", valid_fraction=0.2).valid.batches(256)
-    dense = shaver.measure.quality(trained(runs / "map"), valid).accuracy
+    valid = data.valid.batches(256)
+    dense = shaver.measure.quality(trained(tmp_path / "held"), valid).accuracy
     assert shaver.measure.quality(shaver.load(out), valid).accuracy >= dense - 0.02
     assert json.loads((out / "pruning.json").read_text())["achieved"] > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "needs samples that training did not see.*--valid-fraction"),
+        (["--valid-fraction", "0.2"], r"trained on 455 samples, but --valid-fraction 0.2 of cancer leaves 364"),
+    ],
+)
+def test_samples_that_were_trained_on_do_not_choose_a_sparsity(runs, capsys, given, message):
+    arguments = (runs / "map", "--criterion", "magnitude", "--max-drop", "0.02", "--data", "cancer", *given)
+    assert re.search(message, fails(capsys, *arguments))
 
 
 def test_two_of_four_and_layers(runs, tmp_path):
@@ -345,7 +360,7 @@ def test_a_full_disk_leaves_the_old_network_or_none(runs, tmp_path, capsys, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shaver.commands.prune.write_json", full)
+        patch.setattr("shaver.commands.outcome.write_json", full)
         assert "No space left" in fails(capsys, *run[1:], "0.5")
         assert list(tmp_path.iterdir()) == []
     assert main([*run, "0.5"]) == 0
@@ -379,9 +394,9 @@ def test_auto_without_a_learned_prior_says_so(runs, capsys):
 
 def test_the_network_is_measured_on_the_same_inputs_whether_or_not_some_are_held_out(runs, capsys):
     found = []
-    for how in (["--sparsity", "0.5"], ["--max-drop", "0.5"]):
+    for how in ([], ["--valid-fraction", "0.2"]):
         capsys.readouterr()
-        assert main(["prune", str(runs / "spam"), "--data", "cancer", *how]) == 0
+        assert main(["prune", str(runs / "spam"), "--data", "cancer", "--sparsity", "0.5", *how]) == 0
         lines = capsys.readouterr().out.splitlines()
         found.append(next(line.split()[3] for line in lines if "negative log likelihood" in line))
     assert found[0] == found[1]

@@ -15,8 +15,8 @@ from rich.console import Console
 from shaver.commands.main import main
 from shaver.lab.report.figures import front, place, write_figures
 from shaver.lab.report.histories import History
+from shaver.lab.report.output import read_runs, write_report
 from shaver.lab.report.page import LIMIT
-from shaver.lab.report.report import read_runs, write_report
 from shaver.lab.report.summary import Training
 from shaver.lab.report.times import duration, scoring_times, training_times
 
@@ -221,7 +221,7 @@ def test_histories_are_means_where_every_seed_has_arrived():
 def test_networks_pruned_while_training_have_no_curve_here(toy_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(toy_run, folder)
-    config = folder / "cells" / "map--0" / "config.json"
+    config = min((folder / "cells").iterdir()) / "config.json"
     settings = json.loads(config.read_text())
     settings["training"]["online"] = 0.9
     config.write_text(json.dumps(settings))
@@ -231,8 +231,8 @@ def test_networks_pruned_while_training_have_no_curve_here(toy_run, tmp_path):
 def test_cells_of_an_earlier_study_have_no_curve_here(toy_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(toy_run, folder)
-    shutil.copytree(folder / "cells" / "map--0", folder / "cells" / "map--9")
-    config = folder / "cells" / "map--9" / "config.json"
+    shutil.copytree(min((folder / "cells").iterdir()), folder / "cells" / "earlier")
+    config = folder / "cells" / "earlier" / "config.json"
     config.write_text(config.read_text().replace('"seed": 0', '"seed": 9'))
     assert len(read_runs([folder]).histories) == len(read_runs([toy_run]).histories)
 

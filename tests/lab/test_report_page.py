@@ -6,7 +6,7 @@ import shutil
 import pytest
 from rich.console import Console
 
-from shaver.lab.report.report import write_report
+from shaver.lab.report.output import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

@@ -1,15 +1,11 @@
-"""Results: one function reads run folders; what cannot be read is named; a version changes when the code does."""
+"""Results: one function reads run folders, and names what cannot be read."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-import shaver
 from shaver.lab import load_runs
-from shaver.lab.report.tables import write_rows
-from shaver.lab.run import provenance
-from shaver.lab.run.results import COLUMNS, collect
+from shaver.lab.run.folder import COLUMNS, collect, write_rows
 
 ROW = {"network": "fcn", "data": "cancer", "method": "map", "prior": "", "structure": "", "source": "", "seed": 0,
        "stage": "posthoc", "criterion": "opd", "sparsity": 0.9, "achieved": 0.9, "accuracy": 1 / 3, "nll": 0.1,
@@ -66,6 +62,14 @@ def test_a_table_of_an_earlier_grid_does_not_stay(tmp_path):
         load_runs(folder)
 
 
+def test_a_table_without_the_newest_column_is_read(tmp_path):
+    folder = make_run(tmp_path / "a")
+    collect(folder)
+    frame = load_runs(folder)
+    frame.drop(columns="learned").to_csv(folder / "results.csv", index=False)
+    assert list(load_runs(folder).learned) == [""]
+
+
 def test_a_folder_that_is_none_of_ours_is_named_with_those_inside(tmp_path):
     make_run(tmp_path / "runs" / "tiny-cpu")
     with pytest.raises(FileNotFoundError, match=r"holds no study\.json.* Did you mean .*tiny-cpu\?"):
@@ -90,41 +94,3 @@ def test_a_damaged_study_is_named(tmp_path, text):
     (folder / "study.json").write_text(text)
     with pytest.raises(ValueError, match=r"study\.json"):
         load_runs(folder)
-
-
-@pytest.fixture
-def copy_of_the_code(tmp_path, monkeypatch):
-    """A package with one file in a room that matters, and one in a room that does not."""
-    (tmp_path / "curvature").mkdir()
-    monkeypatch.setattr(shaver, "__file__", str(tmp_path / "__init__.py"))
-
-    def version_with(source, of="posthoc", name="curvature/engine.py"):
-        (tmp_path / name).write_text(source)
-        provenance.code_version.cache_clear()
-        provenance._meaning.cache_clear()
-        return provenance.code_version(of)
-
-    yield version_with
-    provenance.code_version.cache_clear()
-    provenance._meaning.cache_clear()
-
-
-def test_the_version_changes_with_what_the_code_does_and_not_with_what_is_said_about_it(copy_of_the_code):
-    version = copy_of_the_code('"""Says."""\ndef f(x):\n    """Doubles."""\n    return 2 * x\n')
-    assert version == copy_of_the_code('"""Says more."""\n\ndef f(x):  # a comment\n    """Twice."""\n    return 2*x\n')
-    assert version != copy_of_the_code('"""Says."""\ndef f(x):\n    """Doubles."""\n    return 3 * x\n')
-
-
-def test_every_room_that_counts_exists():
-    root = Path(shaver.__file__).parent
-    assert [room for room in provenance._STRUCTURE if not (root / room).exists()] == []
-
-
-def test_the_command_line_does_not_change_the_version(copy_of_the_code):
-    version = copy_of_the_code("x = 1\n")
-    assert copy_of_the_code("y = 1\n", name="cli.py") == version
-
-
-def test_versions_and_machine_are_told():
-    assert provenance.versions()["shaver"] == shaver.__version__
-    assert provenance.machine()["cores"] >= 1

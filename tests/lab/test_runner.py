@@ -1,6 +1,5 @@
 """The runner: cells in processes of their own that fail, stop and continue without touching each other."""
 
-import contextlib
 import io
 import json
 import os
@@ -23,8 +22,10 @@ from shaver.lab.recipes.grid import cells_of
 from shaver.lab.recipes.recipe import Recipe, Stage, Task
 from shaver.lab.run.cell import run_cell
 from shaver.lab.run.engines import LocalEngine, SlurmEngine
+from shaver.lab.run.folder import DENSE
+from shaver.lab.run.progress import Progress
 from shaver.lab.run.runner import is_done
-from shaver.lab.run.sweep import DENSE
+from tests.lab.conftest import InProcess
 
 CANCER = {"name": "fcn", "inputs": 30, "hidden": [8], "classes": 2}
 TINY = Task("tiny", "Tiny FCN", "cpu", "tiny", CANCER, "cancer", epochs=1, batch_size=64)
@@ -45,35 +46,12 @@ def in_process(tmp_path, cell, any_code=False):
     return folder
 
 
-class Counting:
-    """Runs each cell in this process, and counts; stands for any engine."""
-
-    slots = 1
-
-    def __init__(self):
-        self.started = []
-
-    def start(self, folder, store, any_code):
-        self.started.append(folder.name)
-        with contextlib.suppress(Exception):  # it is in the cell's files
-            run_cell(str(folder), str(store), any_code)
-        return Ended()
-
-
-class Ended:
-    def poll(self):
-        return ""
-
-    def stop(self):
-        raise AssertionError("a cell that is over is not stopped")
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A study of two cells."""
     folder = tmp_path_factory.mktemp("runs") / "tiny-cpu"
     console = Console(file=io.StringIO(), width=120)
-    outcome = run_study(recipe(), folder, engine=Counting(), console=console)
+    outcome = run_study(recipe(), folder, engine=InProcess(), console=console)
     return folder, outcome, console.file.getvalue()
 
 
@@ -124,7 +102,7 @@ def test_the_numbers_are_those_of_the_saved_network(finished):
 def test_finished_cells_are_not_run_again(finished):
     folder, _, _ = finished
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.parent.parent.name == "cells"}
-    engine = Counting()
+    engine = InProcess()
     outcome = run_study(recipe(), folder, engine=engine)
     assert (outcome.done, outcome.ran, engine.started) == (2, 0, [])
     assert before == {path: path.stat().st_mtime_ns for path in before}
@@ -132,7 +110,7 @@ def test_finished_cells_are_not_run_again(finished):
 
 def test_another_recipe_takes_over_the_cells_and_networks_that_are_the_same(finished):
     folder, _, _ = finished
-    engine = Counting()
+    engine = InProcess()
     other = replace(recipe(stages=(FEW, replace(FEW, criteria=("random",)))), name="other")
     outcome = run_study(other, folder.parent / "other-cpu", engine=engine)
     assert (outcome.done, outcome.ran) == (4, 2), "two taken over, two new"
@@ -145,10 +123,10 @@ def test_other_code_is_run_again_unless_told_otherwise(finished, monkeypatch):
     folder, _, _ = finished
     (cell, _) = cells_of(recipe())
     place = folder / "cells" / cell.key
-    assert is_done(place, cell)
+    assert is_done(place)
     monkeypatch.setattr("shaver.lab.run.runner.code_version", lambda of: "newer")
-    assert not is_done(place, cell)
-    assert is_done(place, cell, any_code=True)
+    assert not is_done(place)
+    assert is_done(place, any_code=True)
 
 
 def test_a_failed_cell_does_not_stop_the_others(tmp_path):
@@ -175,7 +153,7 @@ def test_a_cell_whose_process_dies_is_listed(tmp_path, monkeypatch):
 
 
 def test_failed_cells_make_the_command_fail_and_name_the_error(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shaver.commands.run.LocalEngine", Counting)
+    monkeypatch.setattr("shaver.commands.run.LocalEngine", InProcess)
     arguments = ["run", "fcn-cancer", "--seeds", "1", "--epochs", "1", "--methods", "map", "--lr", "1e30"]
     assert main([*arguments, "--out", str(tmp_path / "run"), "--criteria", "magnitude"]) == 1
     captured = capsys.readouterr()
@@ -287,7 +265,7 @@ def test_an_interrupted_study_goes_on_to_the_same_numbers(tmp_path, whole, how):
     if how == signal.SIGINT:
         assert code == 130
         assert json.loads(status.read_text())["state"] == "interrupted"
-    engine = Counting()
+    engine = InProcess()
     outcome = run_study(recipe(tasks=(LONG,), methods=("spam",)), out, engine=engine)
     assert (outcome.done, len(engine.started)) == (1, 1)
     (folder,) = (out / "cells").iterdir()
@@ -303,7 +281,7 @@ def test_a_cell_stopped_while_pruning_measures_only_what_is_missing(tmp_path, mo
     (folder / "rows.csv").write_text("\n".join(kept) + "\n")
     scored = []
     monkeypatch.setattr(
-        "shaver.lab.run.cutting.score",
+        "shaver.lab.run.evaluation.score",
         lambda model, name, **given: scored.append(name) or shaver.score(model, name, **given),
     )
     in_process(tmp_path, cell)
@@ -312,10 +290,10 @@ def test_a_cell_stopped_while_pruning_measures_only_what_is_missing(tmp_path, mo
 
 
 def test_two_studies_do_not_work_in_one_folder(tmp_path, monkeypatch):
-    class Nosy(Counting):
+    class Nosy(InProcess):
         def start(self, folder, store, any_code):
             with pytest.raises(ValueError, match="another shaver run is at work in"):
-                run_study(recipe(), tmp_path / "run", engine=Counting())
+                run_study(recipe(), tmp_path / "run", engine=InProcess())
             return super().start(folder, store, any_code)
 
     assert run_study(recipe(methods=("map",)), tmp_path / "run", engine=Nosy()).done == 1
@@ -324,7 +302,7 @@ def test_two_studies_do_not_work_in_one_folder(tmp_path, monkeypatch):
 def test_a_damaged_study_is_named_and_kept(tmp_path):
     (tmp_path / "study.json").write_text("{")
     with pytest.raises(ValueError, match=r"study\.json is not valid JSON"):
-        run_study(recipe(), tmp_path, engine=Counting())
+        run_study(recipe(), tmp_path, engine=InProcess())
     assert (tmp_path / "study.json").read_text() == "{"
 
 
@@ -338,7 +316,7 @@ def test_a_damaged_study_is_named_and_kept(tmp_path):
     ids=lambda value: getattr(value, "name", None),
 )
 def test_every_stage_gives_its_rows(tmp_path, stage, methods, rows):
-    outcome = run_study(recipe(methods=methods, stages=(stage,)), tmp_path / "run", engine=Counting())
+    outcome = run_study(recipe(methods=methods, stages=(stage,)), tmp_path / "run", engine=InProcess())
     assert outcome.failed == {}
     frame = load_runs(tmp_path / "run")
     assert len(frame) == rows
@@ -362,14 +340,14 @@ def test_every_stage_gives_its_rows(tmp_path, stage, methods, rows):
 @pytest.mark.parametrize("prior", ["unit", "scalar"])
 def test_every_prior_and_curvature_is_trained(tmp_path, prior, curvature):
     study = recipe(methods=("spam",), priors=(prior,), curvatures=(curvature,))
-    assert run_study(study, tmp_path / "run", engine=Counting()).failed == {}
+    assert run_study(study, tmp_path / "run", engine=InProcess()).failed == {}
     frame = load_runs(tmp_path / "run")
     assert set(frame.prior + " " + frame.structure + "-" + frame.source) == {f"{prior} {curvature}"}
     assert frame.log_evidence.notna().all()
 
 
 def test_l1_searches_its_coefficient_first(tmp_path):
-    assert run_study(recipe(methods=("l1",)), tmp_path / "run", engine=Counting()).failed == {}
+    assert run_study(recipe(methods=("l1",)), tmp_path / "run", engine=InProcess()).failed == {}
     (facts,) = (tmp_path / "networks").glob("*/training.json")
     assert json.loads(facts.read_text())["l1"] in (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 
@@ -377,7 +355,7 @@ def test_l1_searches_its_coefficient_first(tmp_path):
 def test_the_papers_algorithm_runs_at_the_papers_scale(tmp_path):
     tiny = replace(TINY, scale="paper", note="")
     study = replace(recipe(tasks=(tiny,), methods=("spam",), curvatures=("diag-ggn",)), scale="paper")
-    assert run_study(study, tmp_path / "run", engine=Counting()).failed == {}
+    assert run_study(study, tmp_path / "run", engine=InProcess()).failed == {}
 
 
 def test_part_of_the_data_is_used_for_training_alone(tmp_path):
@@ -416,9 +394,62 @@ def test_impossible_options_of_a_run_are_explained(tmp_path, capsys, arguments, 
     assert message in capsys.readouterr().err
 
 
+def test_results_of_other_settings_are_kept_and_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shaver.commands.run.LocalEngine", InProcess)
+    arguments = ["run", "fcn-cancer", "--out", str(tmp_path / "run"), "--seeds", "1", "--methods", "map"]
+    arguments += ["--criteria", "magnitude", "--sparsities", "0.5"]
+    assert main([*arguments, "--epochs", "2"]) == 0
+    before = (tmp_path / "run" / "results.csv").read_text()
+    assert main([*arguments, "--epochs", "2", "--seeds", "2"]) == 0, "more seeds take nothing away"
+    assert not list((tmp_path / "run").glob("results-*.csv"))
+    more = (tmp_path / "run" / "results.csv").read_text()
+    assert set(before.splitlines()) <= set(more.splitlines())
+    capsys.readouterr()
+    assert main([*arguments, "--epochs", "1"]) == 0
+    (kept,) = (tmp_path / "run").glob("results-*.csv")
+    assert kept.read_text() == more
+    shown = capsys.readouterr().out
+    assert "results of other settings" in shown
+    assert kept.name in shown
+
+
+def test_a_network_that_did_not_learn_is_named_and_marked(tmp_path):
+    """Two passes with hardly any step leave the network where it began: it always gives one answer."""
+    stuck = replace(TINY, lr=1e-9, epochs=1)
+    console = Console(file=io.StringIO(), width=120)
+    outcome = run_study(recipe(tasks=(stuck,), methods=("map",), seeds=1, first_seed=1), tmp_path / "run",
+                        engine=InProcess(), console=console)  # fmt: skip
+    frame = load_runs(tmp_path / "run")
+    assert set(frame.learned) == {"no"}, "every row of it says so"
+    ((label, accuracy),) = outcome.unlearned.items()
+    assert label == "tiny, map, seed 1"
+    assert accuracy == frame.accuracy[frame.criterion == DENSE].item()
+    assert "did not learn tiny, map, seed 1" in console.file.getvalue()
+    again = run_study(recipe(tasks=(stuck,), methods=("map",), first_seed=1), tmp_path / "run", engine=InProcess())
+    assert again.unlearned == outcome.unlearned, "also when it was done earlier"
+
+
+def test_progress_tells_the_time_that_is_left_also_in_a_file(monkeypatch):
+    monkeypatch.setattr("shaver.lab.run.progress._SECONDS", 0.0)
+    cells = cells_of(recipe(seeds=2))
+    console = Console(file=io.StringIO(), width=120)
+    progress = Progress(console, recipe(seeds=2), cells)
+    progress._began -= 30
+    with progress:
+        progress.set(cells[0], {"state": "done", "seconds": 20})
+        progress.set(cells[1], {"state": "running", "note": "training, loss 0.1", "share": 0.2, "done": 1, "of": 3})
+        progress.refresh()
+    assert progress.share_done() == pytest.approx(1.2 / 4)
+    lines = console.file.getvalue().splitlines()
+    assert "1/4 tiny, map, seed 0, 0:20, about 1:30 left" in lines
+    assert (
+        "1 of 4 cells done, 0:30, about 1:10 left; tiny, spam, parameter, diag mc, seed 0: training, loss 0.1" in lines
+    )
+
+
 def test_the_recipe_of_a_run_is_saved_with_what_was_changed(tmp_path):
     recipe_ = get_recipe("fcn-cancer").override(epochs=1, seeds=1, methods=("map",), criteria=("magnitude",))
-    run_study(recipe_, tmp_path / "run", engine=Counting())
+    run_study(recipe_, tmp_path / "run", engine=InProcess())
     study = json.loads((tmp_path / "run" / "study.json").read_text())
     assert study["recipe"] == json.loads(json.dumps(recipe_.as_dict()))
-    assert study["note"] == "SGD instead of Adam, epochs=1"
+    assert study["note"] == "SGD instead of Adam, epochs 1 instead of 100"

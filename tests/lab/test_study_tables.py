@@ -10,7 +10,8 @@ from rich.console import Console
 
 from shaver.lab.report.sheets import kept, quality_sheet, scoring_sheet, size_sheet, summary_sheet, training_sheet
 from shaver.lab.report.summary import METRICS, Estimate, experiments, in_order, number
-from shaver.lab.report.tables import comma_separated, cost_table, latex, markdown, terminal, write_rows
+from shaver.lab.report.tables import comma_separated, latex, markdown, terminal
+from shaver.lab.run.folder import write_rows
 
 ACCURACY, NLL = METRICS[:2]
 
@@ -188,18 +189,6 @@ def test_two_recipes_for_the_same_network_keep_their_names():
     )
     assert [e.title for e in found] == ["Toy (toy)", "Toy (other)"]
     assert experiments(ROWS)[0].title == "FCN on breast cancer"
-
-
-def test_cost_has_a_line_for_each_network():
-    numbers = {
-        "parameters": 13402, "nonzeros": 13402, "bytes_dense": 53608, "bytes_sparse": 53608, "flops": 26400,
-        "flops_sparse": 26400, "latency_1": 3e-5, "latency_128": 7e-5,
-    }  # fmt: skip
-    rows = [{"data": "toy", "method": "map", "seed": 4, "sparsity": s} | numbers for s in (0.0, 0.95)]
-    text = shown(cost_table(rows))
-    assert "…" not in text
-    assert text.count("toy MAP") == 2
-    assert ["toy", "MAP", "95.0", "13402", "13402", "53.6", "53.6", "26", "26", "0.03", "0.07"] in words(text)
 
 
 def test_a_criterion_of_a_users_own_comes_last():

@@ -1,50 +1,41 @@
-"""The command line: reads the options, calls the study, prints."""
+"""The command line: one function per command, whose docstring is its help. Each imports its work when it is called."""
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 
 from shaver import __version__
-from shaver.commands.compact_options import CompactOptions, ExportOptions
-from shaver.commands.pruning_options import PruningOptions
-from shaver.commands.run_options import RunOptions
-from shaver.lab.report.formats import FORMATS, Format
+from shaver.commands.options import (
+    CompactOptions,
+    DemoOptions,
+    ExportOptions,
+    ListOptions,
+    PruneOptions,
+    ReportOptions,
+    RunOptions,
+)
+from shaver.naming import check_name
 
-_ABOUT = "Train networks that shave well, shave them, and show what is left. `shaver --version` prints the version."
+_ABOUT = "Train networks that prune well, prune them, and show what is left. `shaver --version` prints the version."
 
 
-def demo(
-    out: Path = Path("runs/demo"), seed: int = 0, repeats: int = 3, epochs: int | None = None, processes: int = 2
-) -> None:
+def demo(options: Annotated[DemoOptions, tyro.conf.arg(name="")]) -> None:
     """Train, prune and measure two small networks on data that come with the installation.
 
-    Breast cancer (a fully connected network) and 8×8 digits (a small convolutional one) are trained by MAP and by
-    SpaM, pruned by every criterion to ten sparsities, and measured on test data. Tables appear in the terminal; a
-    page with everything (report.html), results.csv, figures and the trained networks go into a folder.
-
-    Args:
-        out: Folder for the results; it is created, and files of an earlier run in it are replaced.
-        seed: First seed. The same seed gives the same numbers.
-        repeats: How many seeds to average over.
-        epochs: Passes over the data, instead of each network's own number; 1 is a quick look.
-        processes: Networks that train at the same time, one thread each.
+    Breast cancer (a fully connected network) and 8×8 digits (a small convolutional one) are trained by MAP (ordinary
+    training with weight decay) and by SpaM, pruned by every criterion to eleven sparsities, and measured on test data.
+    Tables appear in the terminal; a page with everything (report.html), results.csv, figures and the trained networks
+    go into a folder. It takes about a minute on two cores.
     """
-    from shaver.lab.run.demo import run_demo  # torch takes seconds to import; --help should not
+    from shaver.commands.demo import run_demo  # torch takes seconds to import; --help should not
 
-    console = Console()
-    run_demo(out, seed=seed, repeats=repeats, epochs=epochs, processes=processes, console=console)
-    page = escape(str(out / "report.html"))
-    console.print(
-        f"\nOpen [bold]{page}[/] in a browser. Beside it: results.csv, tables, figures, models.", soft_wrap=True
-    )
+    run_demo(options, Console())
 
 
-def prune(options: Annotated[PruningOptions, tyro.conf.arg(name="")]) -> None:
+def prune(options: Annotated[PruneOptions, tyro.conf.arg(name="")]) -> None:
     """Prune a trained network, measure it before and after, and write it back smaller.
 
     Example: `shaver prune runs/lenet --sparsity 0.95 --data mnist --out small`. The network can come from shaver.fit,
@@ -57,7 +48,7 @@ def prune(options: Annotated[PruningOptions, tyro.conf.arg(name="")]) -> None:
 
 
 def compact(options: Annotated[CompactOptions, tyro.conf.arg(name="")]) -> None:
-    """Remove whole channels, units and heads of a trained network: a smaller dense network, measured faster.
+    """Remove whole channels, units and heads of a trained network: a smaller dense network that runs faster.
 
     Example: `shaver compact runs/lenet --sparsity 0.8 --target flops --data mnist --finetune 5 --out small`. The small
     network is checked to compute what the masked one does. The file given is never changed.
@@ -69,7 +60,7 @@ def compact(options: Annotated[CompactOptions, tyro.conf.arg(name="")]) -> None:
 
 def export(options: Annotated[ExportOptions, tyro.conf.arg(name="")]) -> None:
     """Write a network for other programs: `shaver export small --onnx`."""
-    from shaver.commands.compact import run_export
+    from shaver.commands.export import run_export
 
     run_export(options, Console())
 
@@ -77,49 +68,41 @@ def export(options: Annotated[ExportOptions, tyro.conf.arg(name="")]) -> None:
 def run(options: Annotated[RunOptions, tyro.conf.arg(name="")]) -> None:
     """Run an experiment of the paper: train its networks, prune them by every criterion, measure, write a table.
 
-    Example: `shaver run lenet-mnist --epochs 5 --seeds 1 --priors parameter unit`. What is done is not done again, and
-    what was interrupted (Ctrl-C, a crash) goes on where it was; a cell that fails does not stop the others.
+    Example: `shaver run lenet-mnist --epochs 5 --seeds 1 --priors parameter unit`. Finished cells are not run again,
+    interrupted ones (Ctrl-C, a crash) continue where they were, and a cell that fails does not stop the others.
     """
     from shaver.commands.run import run_recipe
 
     run_recipe(options, Console())
 
 
-def report(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
-    out: Path | None = None,
-    formats: tuple[Format, ...] = FORMATS,
-) -> None:
+def report(options: Annotated[ReportOptions, tyro.conf.arg(name="")]) -> None:
     """Show what runs found: tables here and as files, the figures, and one page that opens in any browser.
 
     Example: `shaver report runs/lenet-mnist-cpu runs/fcn-mnist-cpu --out report`. The page is one file, readable
     offline, and needs nothing else.
-
-    Args:
-        runs: Folders of `shaver run` or `shaver demo`, of one scale.
-        out: Folder for tables/, figures/ and report.html; a single run's own folder, or report/ for several.
-        formats: What to make.
     """
-    from shaver.lab.report.report import write_report
+    from shaver.commands.report import run_report
 
-    console = Console()
-    written = write_report(runs, out, formats=formats, console=console)
-    for path in (path for path in written if path.suffix == ".html"):
-        console.print(f"\nOpen [bold]{escape(str(path))}[/] in a browser.", soft_wrap=True)
-    if others := [path for path in written if path.suffix != ".html"]:
-        folders = dict.fromkeys(str(path.parent) for path in others)
-        console.print(f"{len(others)} tables and figures are in {escape(', '.join(folders))}.", soft_wrap=True)
+    run_report(options, Console())
 
 
-def list_recipes(runs: Path = Path("runs")) -> None:
-    """List the experiments: what each stands for in the paper, how long it takes here, and how far it is.
+def list_recipes(options: Annotated[ListOptions, tyro.conf.arg(name="")]) -> None:
+    """List the experiments: what each stands for in the paper, how long it takes here, and how far it is."""
+    from shaver.commands.list import recipe_table
 
-    Args:
-        runs: The folder in which run folders are looked for.
-    """
-    from shaver.lab.run.listing import recipe_table
+    Console().print(recipe_table(options.runs))
 
-    Console().print(recipe_table(runs))
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "compact": compact,
+    "demo": demo,
+    "export": export,
+    "list": list_recipes,
+    "prune": prune,
+    "report": report,
+    "run": run,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,20 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"shaver {__version__}")
         return 0
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {
-                "compact": compact,
-                "demo": demo,
-                "export": export,
-                "list": list_recipes,
-                "prune": prune,
-                "report": report,
-                "run": run,
-            },
-            prog="shaver",
-            description=_ABOUT,
-            args=given or ["--help"],
-        )
+        if given and not given[0].startswith("-"):
+            check_name("command", given[0], _COMMANDS)
+        tyro.extras.subcommand_cli_from_dict(_COMMANDS, prog="shaver", description=_ABOUT, args=given or ["--help"])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from shaver.commands.run_options import RunOptions
+from shaver.commands.options import RunOptions
 from shaver.lab.run.engines import Engine, LocalEngine, SlurmEngine
-from shaver.lab.run.runner import default_folder, run_study
+from shaver.lab.run.runner import Outcome, default_folder, run_study
 
 
 def run_recipe(options: RunOptions, console: Console) -> None:
@@ -28,6 +28,12 @@ def run_recipe(options: RunOptions, console: Console) -> None:
         f"{outcome.done} cells done ({outcome.ran} of them now), {outcome.rows} rows in [bold]{folder}/results.csv[/]; "
         f"`shaver report {folder}` shows them."
     )
+    show_unlearned(outcome, console)
+    if outcome.kept is not None:
+        console.print(
+            f"The folder held results of other settings; they are now in {outcome.kept}, and their cells stay.",
+            style="yellow", highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if outcome.failed:
         by_error: dict[str, list[str]] = {}
         for label, error in outcome.failed.items():
@@ -36,6 +42,18 @@ def run_recipe(options: RunOptions, console: Console) -> None:
         raise RuntimeError(
             f"{len(outcome.failed)} cells failed (tracebacks are in {folder}/cells/*/error.txt).\n{listed}"
         )
+
+
+def show_unlearned(outcome: Outcome, console: Console) -> None:
+    """Name the networks that are no better than guessing."""
+    if not outcome.unlearned:
+        return
+    listed = "\n".join(f"  {label}: accuracy {100 * found:.1f} %" for label, found in outcome.unlearned.items())
+    console.print(
+        f"WARNING: {len(outcome.unlearned)} of {outcome.done} networks did not learn: they are as good as guessing. "
+        f"Reports leave them out of every mean. A smaller learning rate usually helps.\n{listed}",
+        style="bold red", highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def _engine(options: RunOptions, folder: Path) -> Engine:

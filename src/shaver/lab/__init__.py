@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shaver.lab.recipes.catalogue import get_recipe, recipe_names
     from shaver.lab.recipes.recipe import Recipe
-    from shaver.lab.run.results import load_runs
+    from shaver.lab.report.frame import load_runs
     from shaver.lab.run.runner import run_study
 
 _NAMES = {
     "Recipe": "shaver.lab.recipes.recipe",
     "get_recipe": "shaver.lab.recipes.catalogue",
-    "load_runs": "shaver.lab.run.results",
+    "load_runs": "shaver.lab.report.frame",
     "recipe_names": "shaver.lab.recipes.catalogue",
     "run_study": "shaver.lab.run.runner",
 }

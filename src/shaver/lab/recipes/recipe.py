@@ -1,6 +1,7 @@
 """What an experiment is: tasks (a network on its data), and recipes (which trainings and prunings of which tasks)."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -14,8 +15,8 @@ PRIORS = ("parameter", "unit", "layer", "scalar")
 #: the others, and all at ``paper`` scale, are estimated between epochs.
 CURVATURES = ("diag-mc", "diag-ef", "diag-ggn", "kron-mc", "kron-ef", "kron-ggn")
 STAGES = ("posthoc", "finetuned", "online", "structured", "two-steps")
-#: The paper's ten sparsities, and three beyond.
-SPARSITIES = (0.20, 0.40, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.97, 0.98, 0.99, 0.995)
+PAPER_SPARSITIES = (0.20, 0.40, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.99)
+SPARSITIES = tuple(sorted((*PAPER_SPARSITIES, 0.97, 0.98, 0.995)))
 #: Every registered criterion, in the order of the tables.
 CRITERIA = ("opd", "obd", "magnitude", "snip", "grasp", "synflow", "wanda", "random")
 
@@ -241,13 +242,27 @@ class Recipe:
 _TASK_SETTINGS = ("epochs", "batch_size", "optimizer", "lr", "samples")
 _TEXT_SETTINGS = ("length", "test_samples", "scored")
 _FOLDERS = ("weights", "vocabularies")
+_WORDS = {
+    "epochs": "epochs", "batch_size": "batch size", "optimizer": "optimizer", "lr": "learning rate",
+    "samples": "training samples", "length": "tokens per text", "test_samples": "test samples",
+    "scored": "texts for scores",
+}  # fmt: skip
 _PRETRAINED = ("distilbert", "gpt2")
 
 
 def _noted(task: Task, changed: dict[str, Any]) -> str:
-    """The note with what the command line changed, so that no output hides it."""
-    parts = [f"{name}={value}" for name, value in changed.items() if getattr(task, name) != value]
-    return ", ".join(filter(None, [task.note, *parts]))
+    """The note with the user's changes, so that no output hides them."""
+    note = task.note
+    for name, value in changed.items():
+        old = getattr(task, name)
+        if old == value:
+            continue
+        if name == "epochs" and re.search(r"\d+ of (\d+) epochs", note):
+            note = re.sub(r"\d+ of (\d+) epochs", rf"{value} of \1 epochs", note)
+        else:
+            instead = f" instead of {old}" if old is not None else ""
+            note = ", ".join(filter(None, [note, f"{_WORDS[name]} {value}{instead}"]))
+    return note
 
 
 def _with_folders(task: Task, folders: dict[str, str]) -> Task:

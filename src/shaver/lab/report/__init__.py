@@ -1,1 +1,6 @@
-"""Showing what runs found: tables, figures, the page."""
+"""Showing what runs found: one frame of results, tables, figures and the page."""
+
+from typing import Literal, get_args
+
+Format = Literal["terminal", "markdown", "csv", "latex", "svg", "png", "html"]
+FORMATS: tuple[Format, ...] = get_args(Format)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shaver.lab.run.sweep import DENSE, Row
+from shaver.lab.run.folder import DENSE, Row
 
 METHOD_NAMES = {"map": "MAP", "l1": "L1", "spam": "SpaM"}
 CRITERION_NAMES = {

@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Group
@@ -11,26 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shaver.io import write_text
 from shaver.lab.report.sheets import Entry, Line, Sheet
-from shaver.lab.report.summary import METHOD_NAMES
-from shaver.lab.run.sweep import Row
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "–": "--",
     "−": "$-$", "µ": r"$\mu$",
 }  # fmt: skip
-
-
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as CSV, with the columns of all of them, atomically."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
 
 
 def terminal(sheet: Sheet, width: int) -> Group:
@@ -54,7 +40,7 @@ def terminal(sheet: Sheet, width: int) -> Group:
         note = note.replace(" ± standard error", "") + " The files have the standard errors."
     if first:
         note += f" Columns up to {sheet.columns[first - 1]} do not fit here; the files have them."
-    table = _table()
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for head in sheet.heads:
         table.add_column(escape(head), no_wrap=True)
     for column in sheet.columns[first:]:
@@ -122,42 +108,6 @@ def latex(sheet: Sheet) -> str:
         labels = ["" if i == 0 and not begins else _tex(label) for i, label in enumerate(line.labels)]
         out.append(" & ".join([*labels, *map(_tex_entry, line.entries)]) + r" \\")
     return "\n".join([*out, r"\bottomrule", r"\end{tabular}}", r"\end{table}", ""])
-
-
-def cost_table(rows: Sequence[Row]) -> Table:
-    """Size, work and time of dense and pruned networks."""
-    table = _table("Cost, dense and masked: smaller when stored sparse, not faster to run")
-    table.add_column("data, trained", no_wrap=True)
-    columns = (
-        "spar-\nsity %",
-        "para-\nmeters",
-        "non-\nzero",
-        "kB\ndense",
-        "kB\nsparse",
-        "kFLOP\ndense",
-        "kFLOP\nsparse",
-    )
-    for column in (*columns, "ms for\n1", "ms for\n128"):
-        table.add_column(column, justify="right", no_wrap=True)
-    last = None
-    for row in rows:
-        if last is not None and row["data"] != last:
-            table.add_section()
-        last = row["data"]
-        table.add_row(
-            f"{row['data']} {METHOD_NAMES[row['method']]}",
-            "dense" if row["sparsity"] == 0 else f"{100 * row['sparsity']:.1f}",
-            str(row["parameters"]),
-            str(row["nonzeros"]),
-            *(f"{row[key] / 1000:.1f}" for key in ("bytes_dense", "bytes_sparse")),
-            *(f"{row[key] / 1000:.0f}" for key in ("flops", "flops_sparse")),
-            *(f"{1000 * row[key]:.2f}" for key in ("latency_1", "latency_128")),
-        )
-    return table
-
-
-def _table(title: str | None = None) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
 
 
 def _grouped(lines: Sequence[Line]) -> list[tuple[Line, bool]]:

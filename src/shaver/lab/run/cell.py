@@ -1,13 +1,13 @@
-"""One cell of a study, in a process of its own: ``python -m shaver.lab.run.cell FOLDER``.
+"""One cell of a study: a network is trained, or found in the store, then pruned and measured.
 
-The folder's ``config.json`` says what to do. ``status.json`` says how far it is, ``rows.csv`` grows criterion by
-criterion, ``error.txt`` holds the traceback of a failure. A process that is killed at any moment leaves files that
-are whole, and the next one goes on from them.
+``config.json`` in the folder says what to do. ``status.json`` says how far it is, ``rows.csv`` grows criterion by
+criterion, ``error.txt`` holds the traceback of a failure. A process that is killed at any moment leaves complete files,
+and the next one continues from them.
 """
 
-import argparse
-import csv
+import json
 import os
+import queue
 import sys
 import threading
 import time
@@ -17,11 +17,15 @@ from typing import Any
 
 from shaver.io import read_json, write_json, write_text
 from shaver.lab.recipes.grid import Cell
+from shaver.lab.run.folder import CONFIG, DENSE, ERROR, ROWS, STATUS, Row, link, read_rows, write_rows
 from shaver.lab.run.provenance import code_version, machine, versions
 
-CONFIG, STATUS, ROWS, ERROR = "config.json", "status.json", "rows.csv", "error.txt"
-#: Progress is written at most so often.
+#: Where a process writes what its cell prints.
+LOG = "log.txt"
+#: Seconds between two writes of the progress.
 _SECONDS = 0.5
+#: The share of a cell's work that is training, roughly; the rest is pruning and measuring.
+_TRAINING = 0.6
 
 
 def run_cell(folder: str, store: str, any_code: bool = False) -> None:
@@ -30,15 +34,14 @@ def run_cell(folder: str, store: str, any_code: bool = False) -> None:
     Args:
         folder: The cell's folder.
         store: The folder of all trained networks.
-        any_code: Keep what other code has made.
+        any_code: Keep what another version of the code has made.
 
     Raises:
-        Exception: Whatever went wrong; it is in ``status.json`` and ``error.txt`` as well.
+        Exception: Whatever went wrong; ``status.json`` and ``error.txt`` have it as well.
     """
     place = Path(folder)
-    began = time.time()
     (place / ERROR).unlink(missing_ok=True)
-    status = _Status(place / STATUS, began)
+    status = _Status(place / STATUS)
     status("starting", 0, 0)
     try:
         _run(Cell.from_dict(read_json(place / CONFIG)), place, Path(store), any_code, status)
@@ -52,47 +55,44 @@ def run_cell(folder: str, store: str, any_code: bool = False) -> None:
 def _run(cell: Cell, place: Path, store: Path, any_code: bool, status: "_Status") -> None:
     import torch
 
-    from shaver.lab.report.tables import write_rows
-    from shaver.lab.run.evaluation import evaluate
-    from shaver.lab.run.store import FILES, link, load_data, obtain
+    from shaver.lab.run.evaluation import evaluate, is_better_than_guessing
+    from shaver.lab.run.store import FILES, load_data, obtain
 
     torch.set_num_threads(1)
-    stage, training = cell.stage.name, cell.training
-    code = code_version(stage)
-    trained_by = code_version("training" if training.online is None else "online")
+    training, code = cell.training, code_version("cell")
     data = load_data(training)
-    trained, source = obtain(training, data, store, code=trained_by, any_code=any_code, report=status)
+    trained, source = obtain(training, data, store, code=code_version("training"), any_code=any_code, report=status)
     for name in FILES:
         link(source / name, place / name)
     rows = [row for row in read_rows(place / ROWS) if any_code or row["code"] == code]
-    common: dict[str, Any] = {"network": training.network["name"], "data": training.data["name"], "task": cell.task}
-    common |= training.labels | {"stage": stage, "epochs": trained.facts["epochs"], "code": code}
+    common: Row = {"network": training.network["name"], "data": training.data["name"], "task": cell.task}
+    common |= training.labels | {"stage": cell.stage.name, "epochs": trained.facts["epochs"], "code": code}
     common["train_seconds"] = trained.facts["train_seconds"]
-    done = {row["criterion"] for row in rows}
-    for part in evaluate(cell, trained, data, skip=done, report=status):
+    status.base = _TRAINING
+    for part in evaluate(cell, trained, data, skip={row["criterion"] for row in rows}, report=status):
+        if part[0]["criterion"] == DENSE:
+            learned = is_better_than_guessing(part[0]["accuracy"], data.test.targets)
+            common["learned"] = "yes" if learned else "no"
+        elif rows:  # the dense network's row comes first, here or in an earlier process
+            common["learned"] = rows[0].get("learned", "")
         rows += [common | row for row in part]
         write_rows(place / ROWS, rows)
-    status.end("done", code=code)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier process, as text; none if there is no file."""
-    if not path.is_file():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    status.end("done", code=code, learned=rows[0].get("learned") != "no", accuracy=float(rows[0]["accuracy"]))
 
 
 class _Status:
-    """Writes ``status.json``."""
+    """Writes ``status.json``: a note, the steps done, and the share of the cell's work that is done."""
 
-    def __init__(self, path: Path, began: float) -> None:
-        self._path, self._began, self._last = path, began, 0.0
-        self._fixed = {"pid": os.getpid(), "started": _stamp(began), "machine": machine(), "versions": versions()}
+    def __init__(self, path: Path) -> None:
+        self._path, self._began, self._last = path, time.time(), 0.0
+        self._fixed = {"pid": os.getpid(), "started": _stamp(self._began), "machine": machine(), "versions": versions()}
+        self.base = 0.0
 
     def __call__(self, note: str, done: int, of: int) -> None:
         if time.monotonic() - self._last >= _SECONDS:
-            self._write(state="running", note=note, done=done, of=of)
+            part = 1 - _TRAINING if self.base else _TRAINING
+            share = self.base + part * (done / of if of else 0.0)
+            self._write(state="running", note=note, done=done, of=of, share=round(share, 4))
             self._last = time.monotonic()
 
     def end(self, state: str, **facts: Any) -> None:
@@ -106,29 +106,33 @@ def _stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def _end_with_parent() -> None:
-    """Whoever started the cell holds the other end of standard input; when it is gone, nobody waits for this cell."""
-    while os.read(0, 4096):  # not sys.stdin: its lock, held here, would make the interpreter's own end fail
-        pass
-    os._exit(70)
+def serve() -> None:
+    """Run the cells that standard input names, one per line, until it closes; then end, also in the midst of a cell.
 
+    Standard input closes when whoever started this process has ended.
+    """
+    orders: queue.Queue[str] = queue.Queue()
 
-def main() -> None:
-    """Read the command line, and run the cell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="the cell's folder, with config.json")
-    parser.add_argument("--store", required=True, help="the folder of all trained networks")
-    parser.add_argument("--any-code", action="store_true", help="keep what other code has made")
-    parser.add_argument("--end-with-parent", action="store_true", help="end when standard input is closed")
-    asked = parser.parse_args()
-    if asked.end_with_parent:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        run_cell(asked.folder, asked.store, asked.any_code)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
+    def listen() -> None:
+        for line in os.fdopen(
+            0, "r", encoding="utf-8"
+        ):  # not sys.stdin: its lock would make the interpreter's end fail
+            orders.put(line)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        folder, store, any_code = json.loads(orders.get())
+        log = os.open(Path(folder) / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        try:
+            run_cell(folder, store, any_code)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
 
 
 if __name__ == "__main__":
-    main()
+    serve()

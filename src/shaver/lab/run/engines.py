@@ -1,17 +1,16 @@
-"""Where cells run: processes here, or jobs of a Slurm cluster. Both do ``run_cell`` on a folder; files say the rest."""
+"""Where cells run: processes on this machine, or jobs of a Slurm cluster. Both call ``run_cell`` on a folder."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from shaver.lab.run.cell import run_cell
+from shaver.lab.run.cell import LOG, run_cell
+from shaver.lab.run.folder import read_status
 
-ENGINES = ("local", "slurm")
-_LOG = "log.txt"
 _QUEUED = 100
 
 
@@ -39,57 +38,81 @@ class Engine(Protocol):
         """Start the cell of a folder."""
         ...
 
+    def close(self) -> None:
+        """Let go of what was held between cells."""
+        ...
 
-@dataclass(frozen=True)
+
 class LocalEngine:
-    """A process for each cell with one torch thread, so that a cell that dies takes no other with it.
+    """Processes with one torch thread each, so that a cell that dies takes no other with it.
 
-    Attributes:
-        slots: How many run at once.
+    A process runs one cell after the other, as importing torch takes seconds.
+
+    Args:
+        slots: How many run at once; the number of cores if left out.
     """
 
-    slots: int = field(default_factory=lambda: os.cpu_count() or 1)
+    def __init__(self, slots: int | None = None) -> None:
+        self.slots = slots or os.cpu_count() or 1
+        self._idle: list[subprocess.Popen[bytes]] = []
 
     def start(self, folder: Path, store: Path, any_code: bool) -> Running:
-        """Start ``python -m shaver.lab.run.cell``."""
-        command = [sys.executable, "-m", "shaver.lab.run.cell", str(folder), "--store", str(store), "--end-with-parent"]
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        with open(folder / _LOG, "ab") as log:
-            # In a session of its own: Ctrl-C reaches the study, which then ends its cells in good order.
-            return _Process(
-                subprocess.Popen(
-                    command + ["--any-code"] * any_code,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env=os.environ | threads,
-                    start_new_session=True,
-                )
-            )
+        """Give the cell to an idle process, or to a new ``python -m shaver.lab.run.cell``."""
+        alive = [process for process in self._idle if process.poll() is None]
+        process = alive.pop() if alive else _new_process()
+        self._idle = alive
+        assert process.stdin is not None
+        process.stdin.write(json.dumps([str(folder), str(store), any_code]).encode() + b"\n")
+        process.stdin.flush()
+        return _LocalCell(process, folder, self)
+
+    def close(self) -> None:
+        """End the idle processes."""
+        for process in self._idle:
+            _end(process)
+        self._idle = []
 
 
-class _Process:
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self._process = process
+def _new_process() -> "subprocess.Popen[bytes]":
+    # In a session of its own: Ctrl-C reaches the study, which then ends its cells in good order.
+    return subprocess.Popen(
+        [sys.executable, "-m", "shaver.lab.run.cell"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+class _LocalCell:
+    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, engine: LocalEngine) -> None:
+        self._process, self._folder, self._engine = process, folder, engine
 
     def poll(self) -> str | None:
         code = self._process.poll()
         if code is None:
-            return None
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+            if read_status(self._folder).get("state") not in ("done", "failed"):
+                return None
+            self._engine._idle.append(self._process)
+            return ""
         if code < 0:
             return f"the process was ended by signal {-code}" + (" (out of memory?)" if code == -9 else "")
-        return "" if code in (0, 1) else f"the process ended with code {code}; see {_LOG}"
+        return "" if code == 0 else f"the process ended with code {code}; see {LOG}"
 
     def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self.poll()
+        _end(self._process)
 
 
 class SlurmEngine:
@@ -128,6 +151,9 @@ class SlurmEngine:
     def start(self, folder: Path, store: Path, any_code: bool) -> Running:
         """Submit one job."""
         return _Job(self._executor.submit(run_cell, str(folder.absolute()), str(store.absolute()), any_code))
+
+    def close(self) -> None:
+        """Nothing is held between jobs."""
 
 
 class _Job:

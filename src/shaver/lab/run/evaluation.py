@@ -1,29 +1,91 @@
 """A trained network, pruned and measured: one row for each criterion and sparsity."""
 
+import copy
 import math
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from shaver.criteria import needs
+from shaver.batches import IGNORED
+from shaver.criteria import needs, score
 from shaver.data import Splits
 from shaver.lab.recipes.grid import Cell
 from shaver.lab.recipes.language import Reviews, after_the_fact
-from shaver.lab.run.cutting import Cut, Units, Weights
-from shaver.lab.run.store import Report, Trained, scored_batches
-from shaver.lab.run.sweep import DENSE, Row
+from shaver.lab.run.folder import DENSE, Row
+from shaver.lab.run.store import CachedNetwork, Report, scored_batches
 from shaver.measure import cost, latency, quality
+from shaver.pruning import Masks, prune
+from shaver.structure import ChoiceOptions, Chooser, find_groups, remove_units, score_units
 from shaver.training import Options, fit
 
-#: Samples of a call whose latency is measured; of texts, one.
+#: Samples of the call whose latency is measured; one for language models.
 LATENCY_BATCH = 128
+Scores = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A copy of a network from which weights or units were removed.
+
+    Attributes:
+        network: The copy.
+        achieved: The share that was removed.
+        masks: What has to stay zero when the copy is trained further, if anything.
+        evidence_change: The change of the log evidence, where it is known.
+    """
+
+    network: nn.Module
+    achieved: float
+    masks: Masks | None = None
+    evidence_change: float | None = None
+
+
+class WeightCutter:
+    """Sets single weights to zero."""
+
+    verb, is_faster = "pruning", False
+
+    def __init__(self, trained: CachedNetwork) -> None:
+        self.trained = trained
+
+    def score(self, criterion: str, **given: Any) -> Scores:
+        """A score per weight."""
+        return score(self.trained.model, criterion, posterior=self.trained.posterior, **given)
+
+    def cut(self, scores: Scores, sparsity: float) -> Cut:
+        """The network without this share of its weights."""
+        network = copy.deepcopy(self.trained.model)
+        pruned = prune(network, scores, sparsity, posterior=self.trained.posterior)
+        return Cut(network, pruned.achieved, pruned.masks, pruned.evidence_change)
+
+
+class UnitCutter:
+    """Removes the same share of units from each layer, and compacts the network."""
+
+    verb, is_faster = "compacting", True
+
+    def __init__(self, trained: CachedNetwork, data: Splits) -> None:
+        self.trained, self.example = trained, data.test[:2][0]
+        self.groups = find_groups(trained.model, self.example)
+        self.chooser = Chooser(trained.model, self.groups, ChoiceOptions(), self.example)
+
+    def score(self, criterion: str, **given: Any) -> Scores:
+        """A score per unit."""
+        return score_units(self.trained.model, self.groups, criterion, posterior=self.trained.posterior, **given)
+
+    def cut(self, scores: Scores, sparsity: float) -> Cut:
+        """The network without this share of its units."""
+        chosen = self.chooser.choose(scores, sparsity)
+        done = remove_units(self.trained.model, self.groups, chosen.kept, self.example)
+        return Cut(done.model, chosen.achieved)
 
 
 def evaluate(
-    cell: Cell, trained: Trained, data: Splits, *, skip: Collection[str] = (), report: Report
+    cell: Cell, trained: CachedNetwork, data: Splits, *, skip: Collection[str] = (), report: Report
 ) -> Iterator[list[Row]]:
     """Yield rows as they are measured: the dense network's, then each criterion's.
 
@@ -31,8 +93,8 @@ def evaluate(
         cell: Which stage, criteria and sparsities.
         trained: The network.
         data: Its data.
-        skip: Criteria whose rows exist already, ``"dense"`` among them.
-        report: Told before each criterion.
+        skip: Criteria whose rows exist already, :data:`DENSE` among them.
+        report: Called before each criterion.
     """
     stage = cell.stage
     if stage.name == "online":
@@ -41,7 +103,7 @@ def evaluate(
         return
     if stage.name == "two-steps":
         trained = _after_two_steps(cell, trained, data)
-    cutter = Units(trained, data) if stage.name == "structured" else Weights(trained)
+    cutter = UnitCutter(trained, data) if stage.name == "structured" else WeightCutter(trained)
     if DENSE not in skip:
         report("measuring the dense network", 0, len(stage.criteria))
         yield [_dense_row(trained, data)]
@@ -52,7 +114,7 @@ def evaluate(
         began = time.perf_counter()
         scores = cutter.score(criterion, batches=scored_batches(data), seed=cell.training.fit["seed"])
         seconds = time.perf_counter() - began
-        if "posterior" in needs(criterion):  # where only scoring needed the curvature
+        if "posterior" in needs(criterion):  # an estimate after training serves the scores alone
             seconds += trained.facts["posterior_seconds"]
         rows = []
         for sparsity in stage.sparsities:
@@ -64,29 +126,22 @@ def evaluate(
                 _fine_tune(cell, cut, data)
             elif cut.evidence_change is not None:
                 row["log_evidence"] = _log_evidence(trained) + cut.evidence_change
-            rows.append(row | _measured(cut.network, data, timed=cutter.faster))
+            rows.append(row | measured(cut.network, data, timed=cutter.is_faster))
         yield rows
 
 
-def _dense_row(trained: Trained, data: Splits) -> Row:
-    """The network before pruning, with its latency."""
-    row: Row = {"criterion": DENSE, "sparsity": 0.0, "achieved": 0.0, "log_evidence": _log_evidence(trained)}
-    return row | _measured(trained.model, data, timed=True)
+def is_better_than_guessing(accuracy: float, targets: Tensor) -> bool:
+    """Whether an accuracy is above that of always answering the most frequent class, by two standard errors."""
+    counts = torch.unique(targets[targets != IGNORED], return_counts=True)[1].double()
+    chance, samples = float(counts.max() / counts.sum()), float(counts.sum())
+    return accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / samples)
 
 
-def _fine_tune(cell: Cell, cut: Cut, data: Splits) -> None:
-    """Train on under the prior of MAP at a tenth of the learning rate, the zeros held."""
-    options = {name: cell.training.fit[name] for name in ("optimizer", "batch_size", "seed")}
-    decay = Options(weight_decay=cell.training.temperature / len(data.train))
-    lr, epochs = cell.training.fit["lr"] / 10, cell.stage.epochs
-    fit(cut.network, data.train, method="map", epochs=epochs, lr=lr, masks=cut.masks, options=decay, **options)
-
-
-def _measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
+def measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
     """Quality on the test data and cost.
 
-    ``bytes`` are those of the smallest way to store the network, ``flops`` those that it executes: masked weights are
-    stored for nothing and multiplied all the same. ``flops_sparse`` counts the multiplications with non-zero weights.
+    ``bytes`` counts the smallest way to store the network; ``flops`` counts the operations that it executes, those
+    with removed weights included; ``flops_sparse`` counts the operations with non-zero weights.
     """
     texts = isinstance(data, Reviews)
     found = quality(network, data.test.batches(64 if texts else 1000)).as_dict()
@@ -101,24 +156,38 @@ def _measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
     return row
 
 
-def _log_evidence(trained: Trained) -> float:
-    """Of the dense network; NaN without the likelihood of the data, and for L1, whose prior is no Gaussian."""
+def _dense_row(trained: CachedNetwork, data: Splits) -> Row:
+    """The network before pruning, with its latency."""
+    row: Row = {"criterion": DENSE, "sparsity": 0.0, "achieved": 0.0, "log_evidence": _log_evidence(trained)}
+    return row | measured(trained.model, data, timed=True)
+
+
+def _online_row(cell: Cell, trained: CachedNetwork, data: Splits) -> Row:
+    criterion = "opd" if cell.training.labels["method"] == "spam" else "magnitude"
+    row: Row = {"criterion": criterion, "sparsity": cell.training.online}
+    row |= {"achieved": trained.facts["online"], "score_seconds": 0.0}
+    return row | measured(trained.model, data)
+
+
+def _fine_tune(cell: Cell, cut: Cut, data: Splits) -> None:
+    """Train further under the prior of MAP at a tenth of the learning rate, and keep the zeros."""
+    options = {name: cell.training.fit[name] for name in ("optimizer", "batch_size", "seed")}
+    decay = Options(weight_decay=cell.training.temperature / len(data.train))
+    lr, epochs = cell.training.fit["lr"] / 10, cell.stage.epochs
+    fit(cut.network, data.train, method="map", epochs=epochs, lr=lr, masks=cut.masks, options=decay, **options)
+
+
+def _log_evidence(trained: CachedNetwork) -> float:
+    """Of the dense network; NaN without the likelihood of the data, and for L1, whose prior is not a Gaussian."""
     if "l1" in trained.facts or not math.isfinite(trained.posterior.curvature.log_likelihood):
         return math.nan
     return trained.posterior.log_evidence
 
 
-def _after_two_steps(cell: Cell, trained: Trained, data: Splits) -> Trained:
+def _after_two_steps(cell: Cell, trained: CachedNetwork, data: Splits) -> CachedNetwork:
     """The same network with the posterior that SpaM learns from it afterwards."""
     began = time.perf_counter()
     options = cell.training.fit
     posterior = after_the_fact(trained.model, data.train, batch_size=options["batch_size"], seed=options["seed"])
     facts = trained.facts | {"posterior_seconds": time.perf_counter() - began}
     return replace(trained, posterior=posterior, facts=facts)
-
-
-def _online_row(cell: Cell, trained: Trained, data: Splits) -> Row:
-    criterion = "opd" if cell.training.labels["method"] == "spam" else "magnitude"
-    row: dict[str, Any] = {"criterion": criterion, "sparsity": cell.training.online}
-    row |= {"achieved": trained.facts["online"], "score_seconds": 0.0}
-    return row | _measured(trained.model, data)

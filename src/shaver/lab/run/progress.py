@@ -1,4 +1,4 @@
-"""The progress of a study: a table that lives in a terminal, or a line for each cell that ends elsewhere."""
+"""The progress of a study: a live table in a terminal, or a line now and then where output goes to a file."""
 
 import time
 from collections import Counter
@@ -14,20 +14,22 @@ from rich.table import Table
 from shaver.lab.recipes.grid import Cell
 from shaver.lab.recipes.recipe import Recipe
 
-#: How many cells that are over are shown besides the running ones.
+#: How many finished cells are shown besides the running ones.
 _SHOWN = 6
+#: Seconds between two lines outside a terminal.
+_SECONDS = 10.0
 _MARKS = {"done": "[green]done[/]", "failed": "[red]failed[/]", "running": "runs", "waiting": "waits"}
 
 
 class Progress:
-    """Shows the cells that run, the last ones that ended, and how many there are of each kind."""
+    """Shows the running cells, the last finished ones, how many there are, and the time that is left."""
 
     def __init__(self, console: Console, recipe: Recipe, cells: list[Cell]) -> None:
         self._console, self._recipe, self._cells = console, recipe, cells
         self._status: dict[str, dict[str, Any]] = {}
         self._over: list[Cell] = []
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self._began = time.monotonic()
+        self._began = self._said = time.monotonic()
 
     def __enter__(self) -> "Progress":
         earlier = sum(bool(status.get("earlier")) for status in self._status.values())
@@ -52,23 +54,43 @@ class Progress:
         self._status[cell.key] = status
         if status.get("state") in ("done", "failed") and before != status["state"] and not status.get("earlier"):
             self._over.append(cell)
-            self._say(cell, status)
+            self._say_end(cell, status)
 
     def refresh(self) -> None:
-        """Draw the table anew."""
+        """Draw the table again; outside a terminal, print a line if none was printed for a while."""
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
+        elif time.monotonic() - self._said >= _SECONDS:
+            doing = [f"{c.label}: {s['note']}" for c in self._cells if (s := self._of(c)).get("note")]
+            self._print(f"{self._summary()}; {'; '.join(doing)}" if doing else self._summary())
 
-    def _say(self, cell: Cell, status: dict[str, Any]) -> None:
-        place = sum(s.get("state") in ("done", "failed") for s in self._status.values())
+    def share_done(self) -> float:
+        """The share of this call's work that is done; cells that were done earlier do not count."""
+        shares = [
+            1.0 if status.get("state") in ("done", "failed") else float(status.get("share", 0.0))
+            for status in map(self._of, self._cells)
+            if not status.get("earlier")
+        ]
+        return sum(shares) / len(shares) if shares else 1.0
+
+    def _of(self, cell: Cell) -> dict[str, Any]:
+        return self._status.get(cell.key, {})
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+        self._said = time.monotonic()
+
+    def _say_end(self, cell: Cell, status: dict[str, Any]) -> None:
         if status["state"] == "failed":
-            self._console.print(
-                f"[red]failed[/] {cell.label}: {first_line(status['error'])}", highlight=False, soft_wrap=True
+            self._print(f"[red]failed[/] {cell.label}: {first_line(status['error'])}")
+            return
+        if status.get("learned") is False:
+            self._print(
+                f"[bold red]did not learn[/] {cell.label}: accuracy {100 * status['accuracy']:.1f} %, as by guessing"
             )
-        elif self._live is None:
-            self._console.print(
-                f"{place}/{len(self._cells)} {cell.label}, {_duration(status.get('seconds', 0))}", highlight=False
-            )
+        if self._live is None:
+            place = sum(s.get("state") in ("done", "failed") for s in self._status.values())
+            self._print(f"{place}/{len(self._cells)} {cell.label}, {_duration(status.get('seconds', 0))}{self._left()}")
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=self._summary(), caption_justify="left")
@@ -77,7 +99,7 @@ class Progress:
         table.add_column("progress", min_width=20)
         table.add_column("doing", overflow="ellipsis", no_wrap=True)
         table.add_column("time", justify="right")
-        active = [cell for cell in self._cells if self._status.get(cell.key, {}).get("state") in ("running", "waiting")]
+        active = [cell for cell in self._cells if self._of(cell).get("state") in ("running", "waiting")]
         for cell in [*self._over[-_SHOWN:], *active]:
             status = self._status[cell.key]
             total = status.get("of") or 0
@@ -91,7 +113,15 @@ class Progress:
         states = Counter(status.get("state") for status in self._status.values())
         over = states["done"] + states["failed"]
         failed = f", {states['failed']} failed" if states["failed"] else ""
-        return f"{over} of {len(self._cells)} cells over{failed}, {_duration(time.monotonic() - self._began)}"
+        elapsed = _duration(time.monotonic() - self._began)
+        return f"{over} of {len(self._cells)} cells done{failed}, {elapsed}{self._left()}"
+
+    def _left(self) -> str:
+        """The time left, as far as the work so far tells."""
+        share = self.share_done()
+        if not 0.02 < share < 1:
+            return ""
+        return f", about {_duration((time.monotonic() - self._began) * (1 - share) / share)} left"
 
 
 def first_line(text: str) -> str:

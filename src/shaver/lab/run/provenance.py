@@ -1,49 +1,104 @@
-"""What a result was made with: the version of the code, the packages, and the machine."""
+"""What a result was made with: the version of the code, the packages and the machine."""
 
 import ast
 import hashlib
 import os
 import platform
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import shaver
 
-#: What the numbers come from. Tables, figures, the command line and integrations do not change a result.
-_TRAINING = (
-    *("batches.py", "curvature", "data", "evidence", "likelihoods.py", "priors.py", "settings.py", "spam.py"),
-    *("stepping.py", "lab/recipes/language.py", "lab/run/store.py", "training", "zoo"),
-)
-_PRUNING = (*_TRAINING, "criteria", "measure", "pruning", "lab/run/cutting.py", "lab/run/evaluation.py")
-_STRUCTURE = (*_PRUNING, "structure")
+#: Where the code behind a trained network begins, and that behind the rows of a cell.
+_STARTS = {"training": "shaver.lab.run.store", "cell": "shaver.lab.run.cell"}
 _PACKAGES = ("shaver", "torch", "numpy", "scikit-learn", "torch-pruning", "pandas")
 
 
-@lru_cache(maxsize=4)
-def code_version(of: str = "posthoc") -> str:
-    """Twelve letters that change when the code behind a result does: comments and docstrings do not count.
+@cache
+def code_version(of: str = "cell") -> str:
+    """Twelve letters that change when the code behind a result changes; comments and docstrings do not count.
+
+    The code is every module of this package that the module in which the result is made imports, directly or through
+    others, also inside functions. Tables, figures and the command line are not among them.
 
     Args:
-        of: ``"training"``, or the name of a stage.
+        of: ``"training"`` or ``"cell"``.
     """
-    rooms = {"training": _TRAINING, "structured": _STRUCTURE}.get(of, _PRUNING)
     checksum = hashlib.sha256(shaver.__version__.encode())
-    root = Path(shaver.__file__).parent
-    for room in sorted(rooms):
-        place = root / room
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place] if place.exists() else []:
-            checksum.update(path.relative_to(root).as_posix().encode())
-            checksum.update(_meaning(path))
+    for name, path in sorted(imported_modules(_STARTS[of]).items()):
+        checksum.update(name.encode() + _source(path.read_text(encoding="utf-8")).digest)
     return checksum.hexdigest()[:12]
 
 
+def imported_modules(start: str) -> dict[str, Path]:
+    """The modules of this package that a module needs, itself included, with their files."""
+    found: dict[str, Path] = {}
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name in found or (path := _file_of(name)) is None:
+            continue
+        found[name] = path
+        # Python runs the packages around a module first.
+        waiting += [name.rpartition(".")[0], *_source(path.read_text(encoding="utf-8")).imports]
+    return found
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What one file does and imports.
+
+    Attributes:
+        digest: Of its syntax tree without docstrings.
+        imports: Names that may be modules, from everywhere in the file except what only type checkers read.
+    """
+
+    digest: bytes
+    imports: tuple[str, ...]
+
+
 @cache
-def _meaning(path: Path) -> bytes:
-    """A digest of what a file does; once a process, which has imported the file once."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return hashlib.sha256(ast.dump(_without_docstrings(tree)).encode()).digest()
+def _source(text: str) -> _Source:
+    tree = ast.parse(text)
+    imports: list[str] = []
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            imports += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            imports.append(node.module)
+            lazy = vars(shaver)["_NAMES"] if node.module == "shaver" else {}
+            imports += [lazy.get(alias.name, f"{node.module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler | ast.match_case):
+            _drop_docstring(node)
+            waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    return _Source(hashlib.sha256(ast.dump(tree).encode()).digest(), tuple(dict.fromkeys(imports)))
+
+
+def _drop_docstring(node: ast.AST) -> None:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
+        return
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        node.body[0] = ast.Pass()
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module of this package; ``None`` for anything else."""
+    package, *parts = module.split(".")
+    return _file(Path(shaver.__file__).parent.joinpath(*parts)) if package == "shaver" else None
+
+
+@cache
+def _file(place: Path) -> Path | None:
+    files = (place / "__init__.py", place.with_suffix(".py"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def versions() -> dict[str, str]:
@@ -75,13 +130,3 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
-            continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            node.body[0] = ast.Pass()
-    return tree

@@ -20,14 +20,25 @@ from shaver.io import read_json, write_json
 from shaver.lab.recipes.grid import Cell, cells_of
 from shaver.lab.recipes.language import check_folders
 from shaver.lab.recipes.recipe import Recipe
-from shaver.lab.run.cell import CONFIG, ERROR, ROWS, STATUS
 from shaver.lab.run.engines import Engine, LocalEngine, Running
+from shaver.lab.run.folder import (
+    CELLS,
+    CONFIG,
+    CSV,
+    ERROR,
+    ROWS,
+    STATUS,
+    STUDY,
+    collect,
+    link,
+    read_status,
+    read_study,
+)
 from shaver.lab.run.progress import Progress
 from shaver.lab.run.provenance import code_version, machine, versions
-from shaver.lab.run.results import STUDY, collect, read_status, read_study
-from shaver.lab.run.store import is_trained, link
+from shaver.lab.run.store import is_trained
 
-CELLS, NETWORKS = "cells", "networks"
+NETWORKS = "networks"
 _SECONDS = 0.2
 _LOCK = ".lock"
 
@@ -41,14 +52,18 @@ class Outcome:
         done: Cells that are finished, those of earlier calls included.
         ran: How many of them this call ran.
         failed: Label of a cell → its error.
+        unlearned: Label of a cell → test accuracy of its network, where that is no better than guessing.
         rows: Rows in the table of results.
+        kept: Where the earlier table of results is, if the folder held one of other settings.
     """
 
     folder: Path
     done: int = 0
     ran: int = 0
     failed: dict[str, str] = field(default_factory=dict)
+    unlearned: dict[str, float] = field(default_factory=dict)
     rows: int = 0
+    kept: Path | None = None
 
 
 def default_folder(recipe: Recipe) -> Path:
@@ -62,6 +77,7 @@ def run_study(
     *,
     engine: Engine | None = None,
     any_code: bool = False,
+    store: Path | None = None,
     console: Console | None = None,
 ) -> Outcome:
     """Run every cell of a recipe that is not done, and write the table of results after each.
@@ -75,9 +91,11 @@ def run_study(
 
     Args:
         recipe: What to run.
-        folder: The run folder; trained networks go into ``networks`` beside it, where other recipes find them.
+        folder: The run folder.
         engine: Where the cells run; by default a process for each core.
         any_code: Keep finished cells, and continue interrupted ones, of other versions of the code.
+        store: The folder of trained networks; ``networks`` beside the run folder if left out, where other recipes find
+            them.
         console: Where progress appears; ``None`` is silent.
 
     Raises:
@@ -94,28 +112,35 @@ def run_study(
             check_folders(**task.network)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        if (folder / STUDY).exists():
-            read_study(folder)  # a damaged one is named rather than replaced
         cells = cells_of(recipe)
+        kept = _keep_earlier_table(folder, cells)
         write_json(folder / STUDY, _description(recipe, cells))
         for cell in cells:
             _prepare(cell, folder, any_code)
-        return _Run(folder, cells, chosen, any_code, Progress(console, recipe, cells)).run()
+        run = _Run(folder, cells, chosen, any_code, store or folder.parent / NETWORKS, Progress(console, recipe, cells))
+        run.outcome.kept = kept
+        try:
+            return run.run()
+        finally:
+            if engine is None:
+                chosen.close()
 
 
 class _Run:
     """One call of :func:`run_study`."""
 
-    def __init__(self, folder: Path, cells: list[Cell], engine: Engine, any_code: bool, progress: Progress) -> None:
-        self.folder, self.engine, self.any_code, self.progress = folder, engine, any_code, progress
-        self.store = folder.parent / NETWORKS
+    def __init__(
+        self, folder: Path, cells: list[Cell], engine: Engine, any_code: bool, store: Path, progress: Progress
+    ) -> None:
+        self.folder, self.engine, self.any_code, self.store, self.progress = folder, engine, any_code, store, progress
         self.waiting: list[Cell] = []
         self.running: dict[str, tuple[Cell, Running]] = {}
         self.outcome = Outcome(folder)
         for cell in cells:
-            if is_done(self.place(cell), cell, any_code):
-                self.outcome.done += 1
-                progress.set(cell, {"state": "done", "earlier": True})
+            if is_done(self.place(cell), any_code):
+                status = read_status(self.place(cell))
+                self.count_done(cell, status)
+                progress.set(cell, {**status, "earlier": True})
             else:
                 self.waiting.append(cell)
 
@@ -166,7 +191,7 @@ class _Run:
 
     def end(self, cell: Cell, status: dict[str, Any], ended: str) -> None:
         if status.get("state") == "done":
-            self.outcome.done += 1
+            self.count_done(cell, status)
             self.outcome.ran += 1
         else:
             if status.get("state") != "failed":  # it had no time to say why
@@ -177,6 +202,11 @@ class _Run:
             self.outcome.failed[cell.label] = status["error"]
         self.progress.set(cell, status)
         self.outcome.rows = collect(self.folder)
+
+    def count_done(self, cell: Cell, status: dict[str, Any]) -> None:
+        self.outcome.done += 1
+        if status.get("learned") is False:
+            self.outcome.unlearned[cell.label] = status["accuracy"]
 
     def note_seconds(self) -> None:
         """Put the time that the cells took together into ``study.json``."""
@@ -192,12 +222,29 @@ class _Run:
                 write_json(self.place(cell) / STATUS, {**status, "state": "interrupted"})
 
 
-def is_done(place: Path, cell: Cell, any_code: bool = False) -> bool:
-    """Whether a folder holds the finished cell, made by the present code."""
+def is_done(place: Path, any_code: bool = False) -> bool:
+    """Whether a folder holds a finished cell, made by the present code."""
     status = read_status(place)
     if status.get("state") != "done" or not (place / ROWS).is_file():
         return False
-    return any_code or status.get("code") == code_version(cell.stage.name)
+    return any_code or status.get("code") == code_version("cell")
+
+
+def _keep_earlier_table(folder: Path, cells: list[Cell]) -> Path | None:
+    """Rename the table of results if it has cells that are not part of this study; return its new name.
+
+    Raises:
+        ValueError: The description of the earlier study is damaged.
+    """
+    if not (folder / STUDY).exists():
+        return None
+    earlier = read_study(folder)
+    if set(earlier["cells"]) <= {cell.key for cell in cells} or not (folder / CSV).is_file():
+        return None
+    stamp = str(earlier.get("started", "earlier")).replace(":", "-")
+    kept = folder / f"results-{stamp}.csv"
+    (folder / CSV).rename(kept)
+    return kept
 
 
 def _prepare(cell: Cell, folder: Path, any_code: bool) -> None:
@@ -208,10 +255,10 @@ def _prepare(cell: Cell, folder: Path, any_code: bool) -> None:
     wanted = cell.as_dict()
     if not config.is_file() or Cell.from_dict(read_json(config)) != Cell.from_dict(wanted):
         write_json(config, wanted)
-    if is_done(place, cell, any_code):
+    if is_done(place, any_code):
         return
     for other in sorted(folder.absolute().parent.glob(f"*/{CELLS}/{cell.key}")):
-        if other != place.absolute() and is_done(other, cell, any_code):
+        if other != place.absolute() and is_done(other, any_code):
             names = [path.name for path in other.iterdir() if path.name not in (CONFIG, STATUS) and path.is_file()]
             for name in names:
                 link(other / name, place / name)
@@ -227,7 +274,7 @@ def _description(recipe: Recipe, cells: list[Cell]) -> dict[str, Any]:
         "labels": {cell.key: cell.label for cell in cells},
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "seeds": list(range(recipe.first_seed, recipe.first_seed + recipe.seeds)),
-        "code": {stage.name: code_version(stage.name) for stage in recipe.stages},
+        "code": {of: code_version(of) for of in ("training", "cell")},
         "versions": versions(),
         "machine": machine(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -1,6 +1,6 @@
-"""Trained networks, kept once for all recipes: trained if they are not there, continued if they were interrupted."""
+"""Trained networks, kept once for all recipes: trained when they are missing, continued after an interruption."""
 
-import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import nn
 
 import shaver.data
@@ -34,7 +34,7 @@ Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Trained:
+class CachedNetwork:
     """A trained network of the store.
 
     Attributes:
@@ -80,7 +80,7 @@ def scored_batches(data: shaver.data.Splits) -> Batches:
 
 def obtain(
     training: Training, data: shaver.data.Splits, store: Path, *, code: str, any_code: bool, report: Report
-) -> tuple[Trained, Path]:
+) -> tuple[CachedNetwork, Path]:
     """The trained network and its folder in the store; it is trained now unless it is there.
 
     Whoever comes second waits for the first. A network of other code is trained anew.
@@ -106,31 +106,18 @@ def obtain(
         saved = load_state(folder / MODEL)
         model = build_network(**saved["network"])
         model.load_state_dict(saved["weights"])
-        return Trained(model.eval(), Posterior.load(folder / POSTERIOR), facts), folder
+        return CachedNetwork(model.eval(), Posterior.load(folder / POSTERIOR), facts), folder
     finally:
         lock.release()
 
 
 def lock_now(lock: FileLock) -> bool:
     """Take a lock if it is free."""
-    from filelock import Timeout
-
     try:
         lock.acquire(timeout=0)
     except Timeout:
         return False
     return True
-
-
-def link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no links. Files here are never changed."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        import shutil
-
-        shutil.copy2(source, target)
 
 
 def is_trained(store: Path, training: Training) -> bool:
@@ -189,9 +176,7 @@ def _train(
     posterior.save(folder / POSTERIOR)
     history.to_csv(folder / HISTORY)
     write_json(folder / _DONE, facts)
-    for checkpoint in sorted(place.rglob("*"), reverse=True):  # they have served
-        checkpoint.rmdir() if checkpoint.is_dir() else checkpoint.unlink()
-    place.rmdir()
+    shutil.rmtree(place)  # the checkpoints are no longer needed
     return facts
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from rich.console import Console
 
 from shaver.io import write_text
+from shaver.lab.report import FORMATS
 from shaver.lab.report.figures import write_figures
-from shaver.lab.report.formats import FORMATS
+from shaver.lab.report.frame import load_runs
 from shaver.lab.report.histories import History, read_histories
 from shaver.lab.report.page import Source, render_page
 from shaver.lab.report.sheets import Sheet, quality_sheet, scoring_sheet, size_sheet, summary_sheet, training_sheet
 from shaver.lab.report.summary import METRICS, Experiment, experiments
 from shaver.lab.report.tables import comma_separated, latex, markdown, terminal
-from shaver.lab.run.results import load_runs, read_study
-from shaver.lab.run.sweep import Row
+from shaver.lab.run.folder import Row, read_study
 from shaver.naming import check_name
 
 PAGE = "report.html"
@@ -89,7 +89,7 @@ def write_report(
     Args:
         folders: Folders of ``shaver run`` or of the demo.
         out: Where files go; one run's report goes beside its results, that of several into ``report``.
-        formats: Which of :data:`~shaver.lab.report.formats.FORMATS`.
+        formats: Which of :data:`~shaver.lab.report.FORMATS`.
         console: For the tables in the terminal: the summary and those of accuracy.
 
     Returns:

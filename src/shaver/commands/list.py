@@ -1,4 +1,4 @@
-"""The list of recipes: what each stands for, how long it takes here, and how far it is."""
+"""``shaver list``: every recipe, how long it takes here, and how far it is."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,14 +7,14 @@ from rich import box
 from rich.table import Table
 
 from shaver.lab.recipes.catalogue import get_recipe, recipe_names
-from shaver.lab.recipes.expected import expected_seconds
+from shaver.lab.recipes.grid import expected_seconds
 from shaver.lab.recipes.recipe import SCALES
-from shaver.lab.run.results import read_status, read_study
+from shaver.lab.run.folder import read_status, read_study
 from shaver.lab.run.runner import at_work
 
 
 def recipe_table(runs: Path) -> Table:
-    """A line for each recipe. Times are for ``cpu`` scale on two cores; the status is that of the last call."""
+    """One line per recipe. Times are for ``cpu`` scale on two cores; the status is that of the last call."""
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, title="shaver run NAME", title_justify="left", title_style="bold"
     )

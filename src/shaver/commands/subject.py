@@ -1,6 +1,7 @@
-"""What a command on a trained network works with: the network, its data, an input, its posterior and scores."""
+"""What a command works on: a trained network, its data, an input, its posterior and scores."""
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 import shaver.data
 from shaver import criteria
-from shaver.commands.network_options import NetworkOptions
+from shaver.commands.options import NetworkOptions, PruneOptions
 from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.files import TrainedNetwork, load_trained
+from shaver.files.trained import read_network
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import Example, call
@@ -45,8 +47,8 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The network and what it is looked at with.
+class Subject:
+    """A trained network and what it is scored with and measured on.
 
     Attributes:
         options: What the user asked for.
@@ -70,7 +72,7 @@ class Setting:
         return self.trained.model
 
 
-def prepare(options: NetworkOptions, criterion: str, *, valid_fraction: float = 0.0) -> Setting:
+def prepare(options: NetworkOptions, criterion: str, *, valid_fraction: float = 0.0) -> Subject:
     """Check the options that need nothing else, then read the network and the data, and see that they fit.
 
     Args:
@@ -88,7 +90,30 @@ def prepare(options: NetworkOptions, criterion: str, *, valid_fraction: float = 
     example = _example(options, data)
     if example is not None:
         _check_fits(trained.model, example, "--input-shape" if data is None else f"--data {options.data}")
-    return Setting(options, criterion, trained, likelihood, data, example)
+    return Subject(options, criterion, trained, likelihood, data, example)
+
+
+def check_held_out(options: PruneOptions) -> None:
+    """Refuse to choose a sparsity by samples that the network was trained on.
+
+    Raises:
+        ValueError: The options do not say what training held out, or training held out something else.
+    """
+    fraction = options.valid_fraction
+    held = f"shaver.data.load({options.data!r}, valid_fraction=0.1)"
+    if not fraction:
+        raise ValueError(
+            f"--max-drop needs samples that training did not see. If the network was trained on the .train of {held}, "
+            "say --valid-fraction 0.1; if it was trained on everything, train it again on that, or give --sparsity."
+        )
+    trained = re.match(r"(\d+) samples", str(read_network(options.checkpoint).config.get("data", "")))
+    splits: Any = shaver.data.load(str(options.data), seed=options.data_seed, valid_fraction=fraction)
+    if trained is not None and int(trained[1]) != len(splits.train):
+        raise ValueError(
+            f"the network was trained on {trained[1]} samples, but --valid-fraction {fraction:g} of {options.data} "
+            f"leaves {len(splits.train)}: --max-drop would measure on samples that training saw. Train on {held}, or "
+            "give --sparsity."
+        )
 
 
 def import_user_code(options: NetworkOptions) -> None:
@@ -99,7 +124,7 @@ def import_user_code(options: NetworkOptions) -> None:
 
 
 def how_to_give_data() -> str:
-    """What to do where data are needed and missing, in words."""
+    """What to do where data are needed and missing."""
     return _NO_DATA.format(", ".join(name for name in shaver.data.names() if name != "imdb"))
 
 
@@ -162,14 +187,14 @@ def _check_fits(model: nn.Module, example: Example, option: str) -> None:
         raise ValueError(f"{option} does not fit {type(model).__name__}: {error}") from error
 
 
-def posterior_of(setting: Setting, wanted: str) -> tuple[Posterior, bool]:
+def posterior_of(subject: Subject, wanted: str) -> tuple[Posterior, bool]:
     """SpaM's own, or one from the curvature at the trained weights; and whether its δ was learned.
 
     Args:
-        setting: The network and its data.
+        subject: The network and its data.
         wanted: The option that needs it, for errors.
     """
-    options, trained, data = setting.options, setting.trained, setting.data
+    options, trained, data = subject.options, subject.trained, subject.data
     if trained.posterior is not None and options.prior_precision is None:
         return trained.posterior, True
     if trained.method == "spam" and options.prior_precision is None:
@@ -185,8 +210,8 @@ def posterior_of(setting: Setting, wanted: str) -> tuple[Posterior, bool]:
     fraction = None
     if options.samples is not None and options.samples < data.train.data_size:
         fraction = options.samples / data.train.data_size
-    curvature = estimate(setting.model, data.train.batches, setting.likelihood, fraction=fraction, seed=options.seed)
-    return Posterior(curvature, options.prior_precision or 1.0, setting.model), False
+    curvature = estimate(subject.model, data.train.batches, subject.likelihood, fraction=fraction, seed=options.seed)
+    return Posterior(curvature, options.prior_precision or 1.0, subject.model), False
 
 
 def origin_of(posterior: Posterior, is_learned: bool) -> str:
@@ -197,15 +222,15 @@ def origin_of(posterior: Posterior, is_learned: bool) -> str:
     return f"Posterior: from the curvature at these weights, under an assumed prior precision of {delta:g}."
 
 
-def scoring(setting: Setting) -> dict[str, Any]:
+def scoring(subject: Subject) -> dict[str, Any]:
     """What the criterion needs beside the model and a posterior, as arguments of :func:`shaver.score`."""
-    chosen, data = criteria.get(setting.criterion), setting.data
-    given: dict[str, Any] = {"likelihood": setting.likelihood, "seed": setting.options.seed}
+    chosen, data = criteria.get(subject.criterion), subject.data
+    given: dict[str, Any] = {"likelihood": subject.likelihood, "seed": subject.options.seed}
     if "batches" in chosen.needs:
         if data is not None:
-            given["batches"] = _training_batches(data, setting.options.samples)
-        elif chosen.example_suffices and setting.example is not None:
-            given["example"] = setting.example
+            given["batches"] = _training_batches(data, subject.options.samples)
+        elif chosen.example_suffices and subject.example is not None:
+            given["example"] = subject.example
         else:
             shape = " Or give --input-shape, such as --input-shape 1 28 28." if chosen.example_suffices else ""
             raise ValueError(f"--criterion {chosen.name} needs data: {how_to_give_data()}.{shape}")
@@ -213,7 +238,7 @@ def scoring(setting: Setting) -> dict[str, Any]:
 
 
 def _training_batches(data: Data, samples: int | None) -> Iterable[Any]:
-    """All of them, or the first of a shuffled order that hold about so many samples."""
+    """All training batches, or the first ones of a shuffled order with about this many samples."""
     if samples is None:
         return data.train.batches
     share = samples / data.train.data_size

@@ -1,0 +1,285 @@
+"""The options of all commands. Nothing here imports torch, so that ``--help`` starts at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from shaver.lab.recipes.catalogue import get_recipe
+from shaver.lab.recipes.recipe import Recipe
+from shaver.lab.report import FORMATS, Format
+
+
+def _reader(metavar: str, read: Callable[[str], Any], what: str, *, several: bool = False) -> Any:
+    """How an option is read, with an error that says what would work."""
+
+    def parse(texts: list[str]) -> Any:
+        values = []
+        for text in texts:
+            try:
+                values.append(read(text))
+            except ValueError:
+                raise ValueError(f"{text!r} is not {what}.") from None
+        return tuple(values) if several else values[0]
+
+    return PrimitiveConstructorSpec(
+        nargs="*" if several else 1,
+        metavar=metavar,
+        instance_from_str=parse,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: list(map(str, value or ())) if several else [str(value)],
+    )
+
+
+_WHOLE = _reader("NUMBER", int, "a whole number")
+_NUMBER = _reader("NUMBER", float, "a number")
+_SHARE = _reader("SHARE", float, "a share such as 0.95")
+_SHARES = _reader("SHARE ...", float, "a share such as 0.95", several=True)
+_SIZES = _reader("SIZE ...", int, "a whole number", several=True)
+_SHARE_OR_AUTO = _reader(
+    "SHARE|auto", lambda text: text if text == "auto" else float(text), "a share such as 0.95, nor auto"
+)
+#: An option without a default of its own: the help does not say "default: None".
+_NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
+_RECIPES_OWN = tyro.conf.arg(help_behavior_hint="(default: the recipe's own)")
+
+
+def _text(metavar: str, hint: str = "") -> Any:
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
+
+
+def _names() -> Any:
+    return _text("NAME ...", "(default: the recipe's own)")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Where the demo writes, and how much it does.
+
+    Attributes:
+        out: Folder for the results. What an earlier call has finished in it is not done again.
+        seed: First seed. The same seed gives the same numbers.
+        repeats: Number of seeds to average over.
+        epochs: Passes over the data, instead of each network's own number; 1 is a quick look.
+        processes: Networks that train at the same time, one thread each.
+    """
+
+    out: Path = Path("runs/demo")
+    seed: Annotated[int, _WHOLE] = 0
+    repeats: Annotated[int, _WHOLE] = 3
+    epochs: Annotated[int | None, _WHOLE, _NO_DEFAULT] = None
+    processes: Annotated[int, _WHOLE] = 2
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Which recipe, what to change in it, and where it runs.
+
+    Attributes:
+        recipe: Its name; `shaver list` shows them all.
+        scale: cpu is what two cores finish, and every output says what is smaller than in the paper; paper has the
+            paper's hyper-parameters.
+        tasks: Some of the recipe's networks and data, such as lenet-mnist.
+        methods: How networks are trained: map, spam, l1.
+        priors: SpaM's priors: parameter, unit, layer, scalar.
+        curvatures: SpaM's curvatures: diag or kron, from mc, ef or ggn, such as diag-mc or kron-ggn.
+        seeds: Number of seeds.
+        first_seed: The first seed.
+        epochs: Passes over the training data.
+        batch_size: Samples per step.
+        optimizer: sgd, adam or adamw.
+        lr: Learning rate.
+        samples: Train on this many samples only.
+        weights: Language models: a local folder with pretrained weights and their tokenizer, as save_pretrained
+            writes it.
+        vocabularies: Language models without weights: a folder with bert-base-uncased-vocab/vocab.txt or
+            gpt2-bpe/encoder.json and gpt2-bpe/vocab.bpe.
+        length: Language models: tokens per text.
+        test_samples: Language models: measure on this many texts only.
+        scored: Language models: number of training texts for SNIP, GraSP and MAP's curvature.
+        stages: Some of the recipe's ways to prune: posthoc, finetuned, online, structured, two-steps.
+        criteria: How weights are ranked: opd, obd, magnitude, snip, grasp, synflow, wanda, random.
+        sparsities: Shares to remove, such as 0.9 0.95.
+        tuning_epochs: Epochs of fine-tuning, where the recipe fine-tunes.
+        out: The run folder; runs/RECIPE-SCALE if left out. Trained networks go into networks/ beside it.
+        processes: Cells at the same time, one thread each; the number of cores if left out (for slurm: 100 jobs).
+        engine: local runs cells as processes on this machine, slurm as jobs of a cluster through submitit.
+        slurm: Options of submitit's executor, such as timeout_min=240 slurm_partition=gpu mem_gb=8.
+        any_code: Keep finished cells, and continue interrupted ones, that another version of the code made.
+        show: Print the recipe with all its settings, and run nothing.
+    """
+
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
+    scale: Literal["cpu", "paper"] = "cpu"
+    tasks: Annotated[tuple[str, ...] | None, _names()] = None
+    methods: Annotated[tuple[str, ...] | None, _names()] = None
+    priors: Annotated[tuple[str, ...] | None, _names()] = None
+    curvatures: Annotated[tuple[str, ...] | None, _names()] = None
+    seeds: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    first_seed: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    epochs: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    batch_size: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    optimizer: Annotated[str | None, _text("NAME", "(default: the recipe's own)")] = None
+    lr: Annotated[float | None, _NUMBER, _RECIPES_OWN] = None
+    samples: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    weights: Annotated[Path | None, _text("FOLDER")] = None
+    vocabularies: Annotated[Path | None, _text("FOLDER")] = None
+    length: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    test_samples: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    scored: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    stages: Annotated[tuple[str, ...] | None, _names()] = None
+    criteria: Annotated[tuple[str, ...] | None, _names()] = None
+    sparsities: Annotated[tuple[float, ...] | None, _SHARES, _RECIPES_OWN] = None
+    tuning_epochs: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
+    out: Annotated[Path | None, _text("FOLDER")] = None
+    processes: Annotated[int | None, _WHOLE, _NO_DEFAULT] = None
+    engine: Literal["local", "slurm"] = "local"
+    slurm: Annotated[tuple[str, ...], _text("KEY=VALUE ...")] = ()
+    any_code: tyro.conf.FlagCreatePairsOff[bool] = False
+    show: tyro.conf.FlagCreatePairsOff[bool] = False
+
+    def chosen(self) -> Recipe:
+        """The recipe with the user's changes."""
+        others = ("recipe", "scale", "out", "processes", "engine", "slurm", "any_code", "show")
+        changed = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
+        return get_recipe(self.recipe, self.scale).override(**changed)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Which runs to show, where, and as what.
+
+    Attributes:
+        runs: Folders of `shaver run` or `shaver demo`, all of one scale.
+        out: Folder for tables/, figures/ and report.html; a single run's own folder, or report/ for several.
+        formats: What to make.
+    """
+
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FOLDER ...")]
+    out: Annotated[Path | None, _text("FOLDER")] = None
+    formats: tuple[Format, ...] = FORMATS
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """Where runs are.
+
+    Attributes:
+        runs: The folder that holds the run folders.
+    """
+
+    runs: Path = Path("runs")
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Which network, what it is scored with and measured on, and where the result goes.
+
+    Attributes:
+        checkpoint: The trained network: a folder or checkpoint of shaver.fit, a network of a demo's models/ folder, a
+            folder of shaver.save, a safetensors file, or a PyTorch file that holds nothing but a state dict.
+        data: Data to measure on, and for the criteria that need data: cancer, digits, mnist, fashion, cifar10,
+            cifar100, or package.module:function, which returns an object with .train, .test and perhaps .valid,
+            each a list of batches or a DataLoader. Without data, accuracy is not measured.
+        data_seed: The seed with which the data were split for training (shaver.data.load). With another seed, test
+            samples may have been trained on.
+        samples: Use only this many training samples for scores and curvature.
+        factory: How to build the network, as package.module:function; the function takes no arguments. A network of
+            shaver's zoo that shaver saved needs none, any other does: --factory shaver.zoo:LeNet.
+        input_shape: The shape of one input, such as 1 28 28, for FLOPs, latency and synflow where there are no data.
+        likelihood: What the outputs mean; if left out, what the run was trained with, or classification.
+        prior_precision: δ for a posterior estimated after training; 1 is what MAP trains with by default.
+        seed: Seed of the random criterion and of the choice of --samples.
+        out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written.
+    """
+
+    checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
+    data: Annotated[str | None, _text("NAME")] = None
+    data_seed: Annotated[int, _WHOLE] = 0
+    samples: Annotated[int | None, _WHOLE, _NO_DEFAULT] = None
+    factory: Annotated[str | None, _text("MODULE:FUNCTION")] = None
+    input_shape: Annotated[tuple[int, ...], _SIZES, _NO_DEFAULT] = ()
+    likelihood: Annotated[Literal["classification", "regression"] | None, _text("classification|regression")] = None
+    prior_precision: Annotated[float | None, _NUMBER, _NO_DEFAULT] = None
+    seed: Annotated[int, _WHOLE] = 0
+    out: Annotated[Path | None, _text("FOLDER")] = None
+
+
+@dataclass(frozen=True)
+class PruneOptions(NetworkOptions):
+    """What to prune, how, how much, and what to measure it on.
+
+    Attributes:
+        criterion: How weights are ranked: opd (the default), obd, magnitude, snip, grasp, synflow, wanda or random.
+            opd and obd read the posterior of a SpaM run, or estimate one with --data; snip, grasp and wanda need
+            --data, synflow --data or --input-shape; magnitude and random need nothing.
+        sparsity: The share of weights to remove, such as 0.95; or auto: every weight that the evidence does not need.
+        max_drop: Instead of a sparsity: remove as much as costs at most this share of validation accuracy (0.01 is
+            one point). Needs --data, and samples that were not trained on: see --valid-fraction. --sparsity is then
+            the most to try.
+        scope: global ranks all weights together, layer removes the same share of each layer, 2:4 (or another N:M)
+            keeps N of each M weights in a row.
+        valid_fraction: The share of the training data that training held out (the valid_fraction of shaver.data.load);
+            --max-drop measures on it. Not needed for data of your own that have .valid.
+        cap: No layer loses more than this share of its weights.
+        minimum: Each layer keeps at least this many weights.
+    """
+
+    criterion: Annotated[str | None, _text("NAME")] = None
+    sparsity: Annotated[float | Literal["auto"] | None, _SHARE_OR_AUTO, _NO_DEFAULT] = None
+    max_drop: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
+    scope: Annotated[str, tyro.conf.arg(metavar="global|layer|N:M")] = "global"
+    valid_fraction: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
+    cap: Annotated[float, _SHARE] = 1.0
+    minimum: Annotated[int, _WHOLE] = 0
+
+
+@dataclass(frozen=True)
+class CompactOptions(NetworkOptions):
+    """What to make smaller, how, how much, and what to measure it on.
+
+    Attributes:
+        sparsity: The share of the target to remove, such as 0.8. Without it, only units that do nothing are removed,
+            such as those that were pruned during training.
+        target: What it is a share of: units (channels, hidden units, heads), parameters, flops or measured latency.
+        criterion: How units are ranked, by the sum over all weights that belong to them: opd (the default), obd,
+            magnitude, snip, grasp, synflow, wanda or random; each needs the same as for shaver prune.
+        spread: uniform removes the same share of each layer; global ranks the units of all layers together.
+        round_to: Make widths multiples of this, as hardware likes: 8, for example.
+        min_units: Each layer keeps at least this many units.
+        residual: Also remove channels of residual streams, which all blocks of a stage share.
+        finetune: Train the small network for this many epochs afterwards, by MAP with a cosine schedule; needs --data.
+        lr: Learning rate of --finetune.
+        batch_size: Batch size of --finetune.
+    """
+
+    sparsity: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
+    target: Literal["units", "parameters", "flops", "latency"] = "units"
+    criterion: Annotated[str | None, _text("NAME")] = None
+    spread: Literal["uniform", "global"] = "uniform"
+    round_to: Annotated[int, _WHOLE] = 1
+    min_units: Annotated[int, _WHOLE] = 1
+    residual: bool = False
+    finetune: Annotated[int, _WHOLE] = 0
+    lr: Annotated[float, _NUMBER] = 0.01
+    batch_size: Annotated[int, _WHOLE] = 128
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Which network to write, and as what.
+
+    Attributes:
+        folder: The network: a folder that `shaver compact --out` or shaver.save wrote, or whatever shaver prune takes.
+        onnx: Write an ONNX file, checked against the network; network.onnx in the folder if no path is given.
+        input_shape: The shape of one input, such as 1 28 28; not needed where `shaver compact` wrote the folder.
+        factory: How to build the network, as package.module:function; not needed for shaver's zoo.
+    """
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
+    onnx: Annotated[tuple[Path, ...] | None, _text("[PATH]")] = None
+    input_shape: Annotated[tuple[int, ...], _SIZES, _NO_DEFAULT] = ()
+    factory: Annotated[str | None, _text("MODULE:FUNCTION")] = None
