@@ -191,7 +191,7 @@ def share_out(count: int, sizes: Sequence[int], limits: Sequence[int]) -> list[i
 
 
 def _cut(pool: _Array, order: _Array, count: int) -> NDArray[np.bool_]:
-    return lowest(pool, count, order[count - 1])
+    return lowest(pool, count, order[count - 1]) if count else np.zeros(len(pool), dtype=bool)
 
 
 def _protected(size: int, cap: float, minimum: int) -> int:

@@ -103,12 +103,20 @@ class Chooser:
         groups: Its groups.
         how: The settings.
         example: An input, for a target of FLOPs or latency.
+        ties: Group → a label that it shares with the groups that must keep the same number of units.
     """
 
-    def __init__(self, model: nn.Module, groups: Groups, how: ChoiceOptions, example: Example | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Groups,
+        how: ChoiceOptions,
+        example: Example | None = None,
+        ties: Mapping[str, str] | None = None,
+    ) -> None:
         if not check_groups(groups, model):
             raise ValueError(f"{type(model).__name__} has no groups of units to choose from.")
-        self._groups, self._how = groups, how
+        self._groups, self._how, self._ties = groups, how, dict(ties or {})
         self._costs = None if how.target == "units" else Costs(model, groups, how.target, example)
 
     def choose(
@@ -155,7 +163,7 @@ class Chooser:
             middle = (low + high) // 2
             low, high = (low, middle) if self._costs(keeping(middle)) <= goal else (middle, high)
         kept = keeping(high)
-        if self._how.spread == "global" and self._how.round_to == 1:
+        if self._how.spread == "global" and self._how.round_to == 1 and not self._ties:
             self._fill(kept, values, self._costs, goal)
         return Choice(kept, self._how.target, requested, 1 - self._costs(kept) / dense)
 
@@ -201,7 +209,16 @@ class Chooser:
                 values[name] = score / self._scale(name, standing)
             if among is not None:
                 values[name] = values[name].masked_fill(~among[name], -math.inf)
+        for tied in self._tied():
+            # Tied groups get the same values, the mean at each rank, so that each loses as many units as the others.
+            mean = torch.stack([values[name].sort().values for name in tied]).mean(0)
+            for name in tied:
+                values[name] = torch.empty_like(mean).scatter_(0, values[name].argsort(stable=True), mean)
         return values
+
+    def _tied(self) -> list[list[str]]:
+        labels = dict.fromkeys(self._ties.values())
+        return [[name for name, its in self._ties.items() if its == label] for label in labels]
 
     def _scale(self, name: str, standing: Tensor) -> float:
         kind = self._how.normalise
@@ -214,14 +231,17 @@ class Chooser:
         return scale if scale > 0 and math.isfinite(scale) else 1.0
 
     def _rounded(self, kept: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self._how.round_to == 1:
+        if self._how.round_to == 1 and not self._ties:
             return dict(kept)
-        rounded = {}
+        widths = {}
         for name, keep in kept.items():
             step = _step(self._groups[name], self._how.round_to)
-            width = min(len(keep), -(-int(keep.sum()) // step) * step)
-            rounded[name] = Ranking({name: values[name]}).removing(len(keep) - width)[name]
-        return rounded
+            widths[name] = min(len(keep), -(-int(keep.sum()) // step) * step)
+        for tied in self._tied():
+            widths |= dict.fromkeys(tied, max(widths[name] for name in tied))
+        return {
+            name: Ranking({name: values[name]}).removing(len(keep) - widths[name])[name] for name, keep in kept.items()
+        }
 
 
 def choose_units(

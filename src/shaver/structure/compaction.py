@@ -20,6 +20,7 @@ from shaver.naming import check_name
 from shaver.pruning.ranking import check_sparsity
 from shaver.repairing import Repaired, repair
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser
+from shaver.structure.config_widths import Ties, evened, expressible
 from shaver.structure.groups import Groups, check_groups, kept_units, mask_units
 from shaver.structure.inputs import check_example, check_network
 from shaver.structure.removal import remove_units
@@ -86,6 +87,7 @@ def compact_with_report(
     normalise: str | None = None,
     round_to: int = 1,
     min_units: int = 1,
+    free_widths: bool = False,
     groups: Groups | None = None,
     masks: Mapping[str, Tensor] | None = None,
     calibration: Iterable[Any] | None = None,
@@ -125,6 +127,10 @@ def compact_with_report(
             for SynFlow, whose order of removal is global already.
         round_to: Widths become multiples of this.
         min_units: Each group keeps at least this many units.
+        free_widths: For models of the transformers library. By default their small versions have widths that the
+            configuration expresses, the same in every layer, so that ``small.save_pretrained(folder)`` writes a folder
+            that ``from_pretrained`` opens without ``shaver``; units of other groups stay. True removes units of all
+            groups, freely; then only :func:`shaver.save` stores the network.
         groups: What may be removed, from :func:`shaver.structure.find_groups`; found here if left out. Outputs are
             never removed, residual streams only if asked for there.
         masks: Remove exactly the units that these masks removed, such as ``history.masks`` after pruning during
@@ -147,10 +153,13 @@ def compact_with_report(
     check_network(model)
     example = check_example(example, forward)
     groups = find_groups(model, example, forward=forward) if groups is None else check_groups(groups, model)
+    ties: Ties = {}
+    if masks is None and not free_widths:
+        groups, ties = expressible(model, groups)
     if masks is not None:
         choice = _masked(model, groups, masks)
     elif sparsity is None:
-        choice = _without_dead_units(model, groups)
+        choice = _without_dead_units(model, groups, ties)
     else:
         check_sparsity(sparsity)
         if criterion == "synflow":
@@ -158,7 +167,7 @@ def compact_with_report(
         if forward is not None:
             scoring = {"forward": forward} | scoring
         scores = score_units(model, groups, criterion, posterior=posterior, batches=batches, **scoring)
-        choice = Chooser(model, groups, options, example).choose(scores, sparsity)
+        choice = Chooser(model, groups, options, example, ties).choose(scores, sparsity)
     before = cost(model, example, latency=False)
     with _repaired(model, groups, choice, calibration, posterior, forward, in_place=in_place) as (repaired, report):
         done = remove_units(
@@ -226,9 +235,9 @@ def _masked(model: nn.Module, groups: Groups, masks: Mapping[str, Tensor]) -> Ch
     return Choice.of(kept)
 
 
-def _without_dead_units(model: nn.Module, groups: Groups) -> Choice:
+def _without_dead_units(model: nn.Module, groups: Groups, ties: Ties) -> Choice:
     """Every unit but the dead ones; a group of dead units keeps its first."""
     kept = kept_units(groups, {name: parameter.detach() != 0 for name, parameter in model.named_parameters()})
     for keep in kept.values():
         keep[0] |= not bool(keep.any())
-    return Choice.of(kept)
+    return Choice.of(evened(kept, ties))

@@ -1,7 +1,9 @@
 """Models of the transformers library after compaction: the attributes of their modules, and their configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -72,54 +74,96 @@ def _set(module: nn.Module, name: str, value: int) -> None:
         setattr(module, name, value)
 
 
-def refit_config(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selection) -> bool:
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether this is a model of the transformers library, with a configuration and ``save_pretrained``."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+
+
+def refit_config(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selection) -> None:
     """Give a compact transformers model a configuration that builds its shapes, so ``from_pretrained`` can load it.
 
-    That exists where every layer kept the same number of hidden units and of heads, and, if heads went, where the
-    model's class reads the width of a head from its configuration (Llama and its kin, ViT). The new configuration is
-    believed only after a model built from it has the very same shapes. Otherwise the old one stays, and
-    ``shaver.save`` is the way to store the network. The object that the caller built the model with is not changed.
+    That exists where every layer kept the same number of hidden units and of heads, and, if heads were removed, where
+    the class reads the width of a head from its configuration (Llama, Qwen, Mistral, ViT, T5). A new configuration is
+    used only if a model built from it has exactly the same shapes. Otherwise the old one stays, and
+    ``save_pretrained`` says that ``shaver.save`` stores the network. The caller's own configuration is not changed.
 
     Args:
         model: Sliced already; a model of another library is left alone.
         shapes: Tensor → shape before.
         kept: Tensor → dimension → the positions that stayed.
-
-    Returns:
-        Whether the configuration was changed.
     """
-    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
-        return False
+    if not kept or not is_pretrained(model):
+        return
     old: Any = model.config
-    config = deepcopy(old)
-    for name in _HIDDEN:
-        width = getattr(config, name, None)
-        if name == "n_inner" and hasattr(config, name):
-            width = width or 4 * config.hidden_size  # GPT-2's None
-        cuts = [(shapes[tensor][dim], len(stay)) for tensor, dims in kept.items() for dim, stay in dims.items()]
-        left = {size for before, size in cuts if before == width}
-        if len(left) == 1:
-            setattr(config, name, left.pop())
+    config = next((one for one in _configs(model, shapes, kept) if _builds(type(model), one, model)), None)
+    for module in model.modules():
+        if config is not None and vars(module).get("config") is old:
+            module.config = config
+        if is_pretrained(module):
+            vars(module).pop("save_pretrained", None)
+            if config is None:
+                setattr(module, "save_pretrained", partial(_refused, type(module).__name__))  # noqa: B010
+
+
+def opens(model: nn.Module) -> bool:
+    """Whether ``from_pretrained`` can open what ``save_pretrained`` writes."""
+    return is_pretrained(model) and "save_pretrained" not in vars(model)
+
+
+def skeleton(model: nn.Module) -> nn.Module | None:
+    """A model of the same class and shapes without weights; None where its configuration does not build it."""
+    built = _built(type(model), deepcopy(model.config))
+    return built if built is not None and _shapes(built) == _shapes(model) else None
+
+
+def _refused(name: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        f"no configuration of {name} expresses the widths of this compact model, so from_pretrained could not open "
+        "the folder. shaver.save(model, folder) stores the model and shaver.load opens it. shaver.compact without "
+        "free_widths=True chooses widths that a configuration expresses."
+    )
+
+
+def _configs(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selection) -> Iterator[Any]:
+    """Configurations that may build the model: its heads as they are, every possible assignment of hidden widths."""
+    old: Any = model.config
+    base = deepcopy(old)
     heads = {heads_of(module) for module in model.modules()} - {None}
     if len(heads) == 1:
-        config.num_attention_heads, keys, width = heads.pop()  # type: ignore[misc]
-        if width * old.num_attention_heads != old.hidden_size or config.num_attention_heads != old.num_attention_heads:
-            config.head_dim = width
-        if isinstance(getattr(config, "num_key_value_heads", None), int):
-            config.num_key_value_heads = keys
-    if config.to_dict() == old.to_dict() or not _builds(type(model), config, model):
-        return False
-    for module in model.modules():
-        if vars(module).get("config") is old:
-            module.config = config
-    return True
+        base.num_attention_heads, keys, width = heads.pop()  # type: ignore[misc]
+        if width * old.num_attention_heads != old.hidden_size or base.num_attention_heads != old.num_attention_heads:
+            base.head_dim = width
+        if isinstance(getattr(base, "num_key_value_heads", None), int):
+            base.num_key_value_heads = keys
+    cuts = {(shapes[tensor][dim], len(stay)) for tensor, dims in kept.items() for dim, stay in dims.items()}
+    widths = {}
+    for name in _HIDDEN:
+        width = getattr(old, name, None)
+        if name == "n_inner" and hasattr(old, name):
+            width = width or 4 * old.hidden_size  # GPT-2's None
+        if isinstance(width, int):
+            widths[name] = [*sorted(left for before, left in cuts if before == width), width][:4]
+    for sizes in product(*widths.values()):
+        config = deepcopy(base)
+        for name, size in zip(widths, sizes, strict=True):
+            setattr(config, name, size)
+        yield config
 
 
 def _builds(kind: Any, config: Any, model: nn.Module) -> bool:
     """Whether the class makes the model's shapes from a configuration."""
+    built = _built(kind, config)
+    return built is not None and _shapes(built) == _shapes(model)
+
+
+def _built(kind: Any, config: Any) -> nn.Module | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            built = kind(config)
+            model: nn.Module = kind(config)
+            return model
     except Exception:  # a configuration's own checks raise what they like
-        return False
-    return {n: t.shape for n, t in built.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
+        return None
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
