@@ -36,7 +36,7 @@ batches = [
 ]
 x = {"input_ids": batches[0]["input_ids"][:2]}
 print(f"dense             {shaver.measure.quality(model, batches).accuracy:.1%}")
-small = shaver.compact(model, x, posterior=callback.posterior, sparsity=0.25)  # removes heads and hidden units
+small = shaver.compact(model, x, posterior=callback.posterior, sparsity=0.25)  # a smaller BERT, for save_pretrained
 print(f"compact, −25 %    {shaver.measure.quality(small, batches).accuracy:.1%}")
 shaver.prune(model, shaver.score(model, "opd", posterior=callback.posterior), sparsity=0.9)
 print(f"90 % of weights   {shaver.measure.quality(model, batches).accuracy:.1%}")
