@@ -24,8 +24,9 @@ def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path):
             temporary.write_text("new, half")
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=r"No space left on device \(the file was not written\): '.*file\.txt'") as raised:
         interrupted()
+    assert raised.value.errno == errno.ENOSPC
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
 
@@ -180,3 +181,61 @@ def test_names_that_meet_in_one_path_do_not_overwrite_each_other(tmp_path):
     io.save_state(tmp_path / "s.safetensors", state)
     loaded = io.load_state(tmp_path / "s.safetensors")
     assert [float(loaded["a.b"]), float(loaded["a"]["b"]), float(loaded[0]), float(loaded["0"])] == [0, 1, 2, 3]
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "notes").write_text("precious")
+    for place in ("notes/a.json", "notes/deeper/a.json"):
+        with pytest.raises(NotADirectoryError, match=r"this is a file, and a folder is needed: '.*notes'"):
+            io.write_json(tmp_path / place, 1)
+    assert (tmp_path / "notes").read_text() == "precious"
+    with pytest.raises(TypeError, match="is given by its path, not by 3"):
+        io.check_folder(3)
+
+
+def test_deeply_nested_files_are_refused_in_words(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        io.read_json(path)
+    deep = json.dumps({"$tuple": []})
+    state = deep[:-2] + (deep[:-2] * 5000) + "]}" * 5001
+    io.save_tensors(tmp_path / "deep", {}, {"state": state, "sha256": io.digest({}, state)})
+    with pytest.raises(ValueError, match="nested too deeply"):
+        io.load_state(tmp_path / "deep")
+
+
+def test_every_flipped_bit_of_a_state_is_noticed(tmp_path):
+    """Of a state file nothing but the padding of its header may differ."""
+    path = tmp_path / "state"
+    state = {"weights": torch.arange(5.0), "rate": 0.1, "names": ["a", "b"], "step": 7}
+    io.save_state(path, state)
+    content = path.read_bytes()
+    taken = []
+    for place in range(len(content)):
+        for bit in (0, 6):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(bytes(damaged))
+            try:
+                again = io.load_state(path)
+            except ValueError:
+                continue
+            taken.append(chr(content[place]))
+            assert torch.equal(again["weights"], state["weights"])
+            assert {**again, "weights": 0} == {**state, "weights": 0}
+    assert set(taken) <= {" "}
+
+
+def test_a_state_that_was_written_by_something_else_is_refused(tmp_path):
+    for state in (
+        '{"$tensor": "missing"}',
+        '{"$evil": 1}',
+        '{"a": 1, "b": 2}',
+        '{"$float": "x"}',
+        '{"$dict": [1]}',
+        "{",
+    ):
+        io.save_tensors(tmp_path / "odd", {}, {"state": state, "sha256": io.digest({}, state)})
+        with pytest.raises(ValueError, match="written by something else"):
+            io.load_state(tmp_path / "odd")

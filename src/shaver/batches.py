@@ -1,6 +1,8 @@
 """What a batch is: a tuple ``(inputs, targets)``, a dict with ``labels``, or anything with the user's own functions."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ from torch.utils._pytree import tree_leaves
 LABELS = "labels"
 #: The label that counts for nothing, as in ``F.cross_entropy``.
 IGNORED = -100
+
+#: How torch complains about shapes and types of inputs.
+_SHAPES = re.compile(
+    "shapes? cannot be multiplied|[Ee]xpected .*(channels|shape|size|dtype|[Ii]nput)|must have the same dtype"
+)
 
 #: ``forward(model, batch)``: the outputs (logits, means) of the network for one batch.
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -46,6 +53,17 @@ def check_network(model: object, what: str) -> nn.Module:
     return model
 
 
+def check_batches(batches: object, what: str) -> Any:
+    """Refuse what cannot be iterated over, such as a number.
+
+    Raises:
+        TypeError: With what was given.
+    """
+    if not hasattr(batches, "__iter__"):
+        raise TypeError(f"{what} takes batches, such as a DataLoader or a list of (inputs, targets), not {batches!r}.")
+    return batches
+
+
 def forward_of(model: nn.Module, batch: Any) -> Tensor:
     """The network's outputs for one batch.
 
@@ -56,11 +74,27 @@ def forward_of(model: nn.Module, batch: Any) -> Tensor:
         TypeError: The batch is of another kind, or the outputs are not a tensor.
     """
     _check_tensors(batch)
-    if isinstance(batch, Mapping):
-        outputs = _call(model, {key: value for key, value in batch.items() if key != LABELS})
-    else:
-        outputs = model(*_pair(batch)[:-1])
+    named = {key: value for key, value in batch.items() if key != LABELS} if isinstance(batch, Mapping) else None
+    inputs = _pair(batch)[:-1] if named is None else list(named.values())
+    with naming_inputs(model, inputs):
+        outputs = model(*inputs) if named is None else _call(model, named)
     return outputs_in(outputs)
+
+
+@contextmanager
+def naming_inputs(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
+    """Say which shapes went into which network where torch only names a matrix product.
+
+    Raises:
+        ValueError: The network cannot take inputs of these shapes or types.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _SHAPES.search(str(error)):
+            raise
+        given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs if isinstance(x, Tensor))
+        raise ValueError(f"{type(model).__name__} cannot take inputs of shape {given}: {error}.") from error
 
 
 def outputs_in(result: Any) -> Tensor:

@@ -45,13 +45,20 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
+def as_path(path: object) -> Path:
+    """A path from a string or path, else a ``TypeError`` that says what was given."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"a file or folder is given by its path, not by {path!r}.")
+    return Path(path)
+
+
 def check_folder(folder: str | os.PathLike[str]) -> Path:
     """Return a folder that exists or can be made.
 
     Raises:
         NotADirectoryError: It, or a folder it would lie in, is a file.
     """
-    place = Path(folder)
+    place = as_path(folder)
     for part in (place, *place.parents):
         if part.exists() and not part.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "this is a file, and a folder is needed", str(part))

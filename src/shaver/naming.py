@@ -42,7 +42,7 @@ def check_count(name: str, value: object, least: int = 1) -> int:
         number = value if isinstance(value, float) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool) or not number >= least or number % 1:
+    if number is None or isinstance(value, bool) or not least <= number < math.inf or number % 1:
         raise ValueError(f"{name} must be a whole number from {least}, not {shown(value)}.")
     return int(number)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shaver.data import cifar, load
+from shaver.data import archive, cifar, imdb, load
 from shaver.data.idx import read_idx
 
 RNG = np.random.default_rng(0)
@@ -385,3 +385,40 @@ def test_bad_reviews_are_refused_by_name(tmp_path):
     (folder / "aclImdb_v1.tar.gz").write_bytes(b"\x1f\x8b broken")
     with pytest.raises(ValueError, match=r"aclImdb_v1\.tar\.gz is truncated or damaged"):
         load("imdb", root=tmp_path / "b")
+
+
+def reviews_archive(root, members):
+    """An IMDB archive with the given members beside honest reviews: names to contents, or to the target of a link."""
+    path = root / "aclImdb_v1.tar.gz"
+    honest = {f"aclImdb/{s}/{k}/1_7.txt": b"good" for s in ("train", "test") for k in ("neg", "pos")}
+    with tarfile.open(path, "w:gz", compresslevel=9) as file:
+        for name, content in {**honest, **members}.items():
+            entry = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                entry.type, entry.linkname = tarfile.SYMTYPE, content
+                file.addfile(entry)
+            else:
+                entry.size = len(content)
+                file.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def test_archives_are_read_with_a_limit(tmp_path, monkeypatch):
+    """Eight megabytes of zeros, zipped, are a few kilobytes on the disk and were read as a whole."""
+    assert imdb.read_archive(reviews_archive(tmp_path, {}))[0] == (["good", "good"], [0, 1])
+    bomb = bytes(2**20 + 1)
+    with pytest.raises(ValueError, match=r"train/neg/2_1\.txt has 1048577 bytes, more than the 1048576"):
+        imdb.read_archive(reviews_archive(tmp_path, {"aclImdb/train/neg/2_1.txt": bomb}))
+    assert imdb.read_archive(reviews_archive(tmp_path, {"aclImdb/README": bomb}))[0][1] == [0, 1]
+    monkeypatch.setattr(imdb, "_TOTAL", 2**20)
+    with pytest.raises(ValueError, match="holds more than 1048576 bytes"):
+        imdb.read_archive(reviews_archive(tmp_path, {"aclImdb/README": bomb}))
+    monkeypatch.setattr(archive, "_MEMBERS", 5)
+    with pytest.raises(ValueError, match="or 5 files, which the real one does not"):
+        imdb.read_archive(reviews_archive(tmp_path, {f"aclImdb/{n}": b"" for n in range(3)}))
+
+
+def test_links_in_archives_are_not_followed(tmp_path):
+    path = reviews_archive(tmp_path, {"aclImdb/train/neg/2_1.txt": "/etc/passwd"})
+    with pytest.raises(ValueError, match=r"train/neg/2_1\.txt is a link, which is not followed"):
+        imdb.read_archive(path)

@@ -113,3 +113,27 @@ def test_outputs_that_differ_are_an_error():
 
     with pytest.raises(RuntimeError, match="differ from dense ones"):
         sparse_inference(Fickle(), torch.randn(3, 10), margin=0.0, repeats=1)
+
+
+class Named(nn.Module):
+    """Takes its input by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def forward(self, *, x):
+        return x
+
+
+def test_the_result_is_called_like_the_network_and_knows_what_was_measured():
+    model = thin(nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5)))
+    x = torch.randn(6, 10)
+    fast = sparse_inference(model, x, margin=0.0, repeats=1)
+    assert isinstance(fast, nn.Module)
+    assert not fast.training
+    torch.testing.assert_close(fast(x), model(x))
+    assert [layer.name for layer in fast.layers] == ["0", "2"]
+    assert "speed-up" in str(fast)
+    named = sparse_inference(Named(), {"x": x}, repeats=1)
+    torch.testing.assert_close(named(x=x), x)

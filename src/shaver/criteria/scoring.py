@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import Forward, Targets, forward_of, targets_of
+from shaver.batches import Forward, Targets, check_batches, check_network, forward_of, targets_of
 from shaver.criteria.registry import Given, PosteriorLike, Scores, get
 from shaver.criteria.rules import Rule, prunable
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating
+from shaver.naming import check_count
 
 
 def score(
@@ -60,8 +61,12 @@ def score(
     Raises:
         ValueError: The criterion is unknown, what it needs is missing, or its scores are not usable.
     """
+    check_network(model, "score")
+    check_count("seed", seed, least=0)
     chosen = get(criterion)
     chosen.require(posterior, batches, options)
+    if batches is not None:
+        check_batches(batches, "batches")
     if isinstance(batches, Iterator):  # a criterion may read the data twice
         batches = list(batches)
     given = Given(

@@ -6,7 +6,6 @@ a pickle asks for are answered with inert stand-ins that only record what the fi
 
 import io
 import pickle
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +15,14 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from shaver.data.archive import read_members
 from shaver.data.extras import require
 
 Bytes = NDArray[np.uint8]
 _SIDE, _CHANNELS = 32, 3
 _PIXELS = _CHANNELS * _SIDE * _SIDE
+#: Most bytes of one file of an archive; CIFAR-100's training batch has 155 million.
+_BATCH = 2**28
 
 
 class _Recorded:
@@ -113,15 +115,7 @@ def read_batches(paths: Sequence[Path], labels: str) -> tuple[Bytes, Bytes, Byte
 
 def read_archive(path: Path, members: Sequence[str], labels: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
     """The same from the official ``.tar.gz``; nothing is unpacked to the disk."""
-    contents: dict[str, bytes] = {}
-    try:
-        with tarfile.open(path, "r:*") as archive:
-            for member in archive:
-                file = archive.extractfile(member) if member.name in members else None
-                if file is not None:
-                    contents[member.name] = file.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is truncated or damaged ({error}); delete it and get it again.") from error
+    contents = dict(read_members(path, members.__contains__, largest=_BATCH, total=8 * _BATCH))
     missing = [name for name in members if name not in contents]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; it is truncated or another archive.")

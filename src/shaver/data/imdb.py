@@ -4,17 +4,18 @@ All three give the reviews in one order: negative ones first, each half by the n
 """
 
 import re
-import tarfile
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from shaver.data.archive import read_members
 from shaver.data.extras import require
 
 #: Reviews and their labels, 0 negative and 1 positive.
 Reviews = tuple[list[str], list[int]]
 _REVIEW = re.compile(r"(?:.*/)?(train|test)/(neg|pos)/(\d+)_\d+\.txt")
 _SENTIMENTS = ("neg", "pos")
+#: Most bytes of one review (the longest has 14,000) and of the whole archive (with its features about 250 million).
+_LONGEST, _TOTAL = 2**20, 2**30
 
 
 def read_folder(paths: Sequence[Path]) -> tuple[Reviews, Reviews]:
@@ -26,15 +27,7 @@ def read_folder(paths: Sequence[Path]) -> tuple[Reviews, Reviews]:
 
 def read_archive(path: Path) -> tuple[Reviews, Reviews]:
     """The official ``aclImdb_v1.tar.gz``; nothing is unpacked to the disk."""
-    found: list[tuple[str, bytes]] = []
-    try:
-        with tarfile.open(path, "r:*") as archive:
-            for member in archive:
-                file = archive.extractfile(member) if _REVIEW.fullmatch(member.name) else None
-                if file is not None:
-                    found.append((member.name, file.read()))
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is truncated or damaged ({error}); delete it and get it again.") from error
+    found = read_members(path, lambda name: _REVIEW.fullmatch(name) is not None, largest=_LONGEST, total=_TOTAL)
     return _collect(found, str(path))
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaver.batches import check_network
 from shaver.files.encoding import CODES, decode, encode
 from shaver.files.network import StoredNetwork, construction, in_words, removed_from, tied
-from shaver.io import digest, load_tensors, read_json, save_tensors, write_json
+from shaver.io import as_path, check_folder, digest, load_tensors, read_json, save_tensors, write_json
 from shaver.pruning.masks import Masks
 
 #: Version 2 knows compact networks. A network that is only masked is still written as version 1.
@@ -54,7 +55,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, T
     Raises:
         ValueError: A weight is not zero where its mask says so; nothing is written.
     """
-    target = Path(folder)
+    check_network(model, "save")
+    target = check_folder(folder)
     if masks is not None:
         _check_masked(model, Masks(masks))
     state = model.state_dict()
@@ -107,8 +109,9 @@ def load_masks(folder: str | os.PathLike[str]) -> Masks:
         FileNotFoundError: The folder holds no plan, or not the weights it names.
         ValueError: A file is damaged or foreign.
     """
-    plan = _plan(Path(folder))
-    decoded = _decoded(Path(folder), plan)
+    place = as_path(folder)
+    plan = _plan(place)
+    decoded = _decoded(place, plan)
     chosen = plan["masks"] or [name for name, (_, present) in decoded.items() if present is not None]
     masks = {}
     for name in chosen:

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from shaver.batches import check_network
 from shaver.files.card import Card
 from shaver.files.network import Factory, StoredNetwork, construction, removed_from, tied
-from shaver.io import digest, load_tensors, read_json, save_tensors, write_json
+from shaver.io import check_folder, digest, load_tensors, read_json, save_tensors, write_json
 
 FORMAT, VERSION = "shaver.hub", 1
 CONFIG, WEIGHTS, PLAN = "config.json", "model.safetensors", "shaver.json"
@@ -42,7 +43,8 @@ def write_folder(
         card: The model card; None writes none.
         config: Entries for ``config.json`` beside the model's own.
     """
-    target = Path(folder)
+    check_network(model, "write_folder")
+    target = check_folder(folder)
     own: Any = getattr(model, "config", None)
     known = own.to_diff_dict() if hasattr(own, "to_diff_dict") else {}
     if known:

@@ -57,40 +57,44 @@ class StoredNetwork:
                 f"{self.source} holds weights and not how their network is built: pass factory=… in Python, or "
                 "pass --factory package.module:function (for a network of the zoo, say, --factory shaver.zoo:LeNet)."
             )
-        if isinstance(factory, nn.Module):
-            model = factory
-        elif factory is not None:
-            model = factory()
-        else:
-            assert self.network is not None
-            try:
-                model = zoo.rebuild(self.network)
-            except ValueError as error:
-                raise ValueError(f"{self.source} names a network that cannot be built: {error}") from error
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"factory() returned a {type(model).__name__}, not a torch.nn.Module.")
-        self._fill(model)
-        return model
-
-    def _fill(self, model: nn.Module) -> None:
-        weights = _without_wrappers(self.weights, model)
-        own = _layout(model.state_dict())
-        resized = self.removed is not None and _shapes(own) != _shapes(_layout(weights))
-        if resized:
-            assert self.removed is not None
-            try:
-                own = shapes_after(model, self.removed)
-            except ValueError as error:
-                raise ValueError(f"{self.source} does not fit {type(model).__name__}: {error}") from error
-        self._check(model, own, weights)
-        if resized:
-            assert self.removed is not None
+        model = self._built() if factory is None else factory if isinstance(factory, nn.Module) else _made(factory)
+        weights, resized = self._fitting(model)
+        if resized and self.removed is not None:
             resize(deepcopy(model), self.removed)  # a layer that cannot be resized raises before the network changes
             resize(model, self.removed)
         for name, tensor in tensors_of(model).items():
             if name in weights and tensor.dtype != weights[name].dtype:
                 tensor.data = tensor.data.to(weights[name].dtype)
         model.load_state_dict(weights)
+        return model
+
+    def _built(self) -> nn.Module:
+        """The network that the file names, if it is as large as the weights: a file must not ask for all memory."""
+        assert self.network is not None
+        try:
+            with torch.device("meta"):
+                sketch = zoo.rebuild(self.network)
+            self._fitting(sketch)
+            return zoo.rebuild(self.network)
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{self.source} names a network that cannot be built: {error}") from error
+
+    def _fitting(self, model: nn.Module) -> tuple[Mapping[str, Tensor], bool]:
+        """The weights by the network's own names, and whether it has to be made smaller for them.
+
+        Raises:
+            ValueError: They do not fit.
+        """
+        weights = _without_wrappers(self.weights, model)
+        own = _layout(model.state_dict())
+        resized = self.removed is not None and _shapes(own) != _shapes(_layout(weights))
+        if resized and self.removed is not None:
+            try:
+                own = shapes_after(model, self.removed)
+            except ValueError as error:
+                raise ValueError(f"{self.source} does not fit {type(model).__name__}: {error}") from error
+        self._check(model, own, weights)
+        return weights, resized
 
     def _check(self, model: nn.Module, own: _Layout, weights: Mapping[str, Tensor]) -> None:
         """Refuse weights that do not fit in every name and shape; precisions may differ, kinds of numbers may not."""
@@ -107,6 +111,15 @@ class StoredNetwork:
         if wrong:
             more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise ValueError(f"{self.source} does not fit {type(model).__name__}: {'; '.join(wrong[:4])}{more}.")
+
+
+def _made(factory: Callable[[], nn.Module]) -> nn.Module:
+    if not callable(factory):
+        raise TypeError(f"factory is a function that builds the network, or a network, not {factory!r}.")
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"factory() returned a {type(model).__name__}, not a torch.nn.Module.")
+    return model
 
 
 def construction(model: nn.Module) -> dict[str, Any]:

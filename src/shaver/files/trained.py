@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shaver.evidence import Posterior
 from shaver.files import checkpoints, folder, hub
 from shaver.files.network import Factory, StoredNetwork
-from shaver.io import load_state, load_tensors
+from shaver.io import as_path, load_state, load_tensors
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import import_function
 
@@ -56,7 +56,7 @@ def load(path: str | os.PathLike[str], factory: Factory | None = None) -> nn.Mod
         FileNotFoundError: There is nothing, or nothing of these kinds.
         ValueError: A file is damaged or foreign, does not fit the network, or nothing says how to build it.
     """
-    return read_network(Path(path)).rebuild(factory)
+    return read_network(as_path(path)).rebuild(factory)
 
 
 def load_trained(path: str | os.PathLike[str], factory: Factory | str | None = None) -> TrainedNetwork:
@@ -66,7 +66,7 @@ def load_trained(path: str | os.PathLike[str], factory: Factory | str | None = N
         path: The folder or file.
         factory: As for :func:`load`; or ``"package.module:function"``.
     """
-    stored = read_network(Path(path))
+    stored = read_network(as_path(path))
     model = stored.rebuild(_imported(factory) if isinstance(factory, str) else factory).eval()
     return TrainedNetwork(model, _posterior(stored, model), stored.config.get("method"), _likelihood(stored))
 

@@ -31,11 +31,12 @@ class Masks(Mapping[str, Tensor]):
     """
 
     def __init__(self, masks: Mapping[str, Tensor]) -> None:
+        if not isinstance(masks, Mapping):
+            raise TypeError(f"masks are a dict of boolean tensors by parameter name, not {masks!r}.")
         for name, mask in masks.items():
-            if mask.dtype != torch.bool:
-                raise TypeError(
-                    f"the mask of {name!r} is {mask.dtype}; masks are boolean, true where a weight is kept."
-                )
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                kind = mask.dtype if isinstance(mask, Tensor) else repr(mask)
+                raise TypeError(f"the mask of {name!r} is {kind}; masks are boolean, true where a weight is kept.")
         self._masks = dict(masks)
 
     def __getitem__(self, name: str) -> Tensor:

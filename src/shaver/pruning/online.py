@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shaver.criteria import PosteriorLike, needs, score
-from shaver.naming import check_count, check_name
+from shaver.naming import check_count, check_name, check_number
 from shaver.pruning.masks import Hold, Masks
 from shaver.pruning.pruned import Pruned, check_fit, report
 from shaver.pruning.ranking import Ranking, check_sparsity
@@ -77,6 +77,8 @@ class Schedule:
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
         check_count("every", self.every)
+        check_number("start", self.start)
+        check_number("end", self.end)
         if not 0 <= self.start < self.end <= 1:
             raise ValueError(
                 f"pruning runs from start to end with 0 ≤ start < end ≤ 1, not from {self.start} to {self.end}."

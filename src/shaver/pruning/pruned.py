@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shaver.batches import Forward, Targets
+from shaver.batches import Forward, Targets, check_network
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.rules import input_dim
 from shaver.pruning.automatic import DEFAULT_NATS, Worth, weigh
@@ -149,8 +149,7 @@ def prune(
     Raises:
         ValueError: An option is out of range or missing, or scores do not fit the model or are NaN.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"prune takes a torch.nn.Module, not a {type(model).__name__}.")
+    check_network(model, "prune")
     if scores is not None:
         check_fit(model, scores)
     names = list(scores if scores is not None else prunable(model))

@@ -111,6 +111,8 @@ def masks_at(
         cap: See :class:`Ranking`.
         minimum: See :class:`Ranking`.
     """
+    if not isinstance(sparsities, Iterable) or isinstance(sparsities, str):
+        raise TypeError(f"sparsities are a list of shares, such as [0.5, 0.9], not {sparsities!r}.")
     levels = [check_sparsity(sparsity) for sparsity in sparsities]
     ranking = Ranking(scores, scope=scope, cap=cap, minimum=minimum)
     return [ranking.at(level) for level in levels]

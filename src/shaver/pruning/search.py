@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shaver.batches import Forward, Targets, forward_of, targets_of
+from shaver.batches import Forward, Targets, check_batches, forward_of, targets_of
 from shaver.measure.evaluating import evaluating
 from shaver.naming import check_number
 from shaver.pruning.masks import Masks
@@ -22,6 +22,7 @@ def accuracy_on(batches: Iterable[Any], forward: Forward | None = None, targets:
     Accuracy is the share of samples (or tokens) whose highest output is the target; targets below zero do not count.
     """
     outputs_of, labels_of = forward or forward_of, targets or targets_of
+    check_batches(batches, "valid")
     data = list(batches) if isinstance(batches, Iterator) else batches  # a generator can be read only once
 
     def accuracy(model: nn.Module) -> float:
@@ -63,13 +64,13 @@ def highest_sparsity(
     """
     check_number("max_drop, how much quality may be lost,", max_drop, least=0)
     total = ranking.total
-    before = quality(model)
+    before = _checked(quality(model))
     best, best_quality = ranking.removing(0), before
 
     def within(count: int) -> bool:
         nonlocal best, best_quality
         masks = ranking.removing(count)
-        reached = _with_masks(model, masks, quality)
+        reached = _checked(_with_masks(model, masks, quality))
         if reached < before - max_drop:
             return False
         best, best_quality = masks, reached
@@ -82,6 +83,11 @@ def highest_sparsity(
         middle = (low + high) // 2
         low, high = (middle, high) if within(middle) else (low, middle)
     return best, before, best_quality
+
+
+def _checked(quality: object) -> float:
+    """A quality that can be compared: NaN never counts as a loss."""
+    return check_number("the quality that valid measures", quality)
 
 
 def _with_masks(model: nn.Module, masks: Masks, quality: Quality) -> float:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaver.batches import check_network, naming_inputs
 from shaver.measure.evaluating import evaluating
+from shaver.naming import check_count
 
 #: These read their layers' weights without calling the layers, so that a swapped one would not be used, or break them.
 _CLOSED = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
@@ -83,21 +85,27 @@ class SparseLayer:
         return self.dense_seconds / self.sparse_seconds
 
 
-@dataclass(frozen=True)
-class SparseInference:
-    """A network for inference and what was measured. ``print`` shows a table.
+class SparseInference(nn.Module):
+    """A network for inference, called like the original, and what was measured. ``print`` shows a table.
 
     Attributes:
         model: A copy of the network, in eval mode, with the swapped layers; the rest shares the original's tensors.
-        layers: A row for each candidate.
+        layers: A row per candidate layer.
         dense_seconds: Median time of the original on the example.
         sparse_seconds: The same of ``model``.
     """
 
-    model: nn.Module
-    layers: tuple[SparseLayer, ...]
-    dense_seconds: float
-    sparse_seconds: float
+    def __init__(
+        self, model: nn.Module, layers: tuple[SparseLayer, ...], dense_seconds: float, sparse_seconds: float
+    ) -> None:
+        super().__init__()
+        self.model, self.layers = model, layers
+        self.dense_seconds, self.sparse_seconds = dense_seconds, sparse_seconds
+        self.eval()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the original returns for these inputs, up to rounding."""
+        return self.model(*inputs, **named)
 
     @property
     def speedup(self) -> float:
@@ -128,9 +136,9 @@ def sparse_inference(
 
     Example::
 
-        fast = shaver.pruning.sparse_inference(model, x)
+        fast = shaver.sparse_inference(model, x)
+        y = fast(x)
         print(fast)                  # measured per layer
-        y = fast.model(x)
 
     Each layer is timed both ways on what it receives for ``example`` (so give the batch size you will use), with
     torch's present number of threads. Layers inside torch's own transformer blocks stay dense: those blocks read
@@ -147,15 +155,19 @@ def sparse_inference(
     Raises:
         RuntimeError: The outputs differ by more than the tolerance.
     """
-    call = _caller(example)
-    with evaluating(model):
-        inputs = _inputs_of_candidates(model, call, from_sparsity)
+    check_network(model, "sparse_inference")
+    check_count("repeats", repeats)
+    if example is None:
+        raise TypeError("sparse_inference is timed on an example: an input, a tuple of inputs or a dict, not None.")
+    inputs, call = _caller(example)
+    with naming_inputs(model, inputs), evaluating(model):
+        received = _inputs_of_candidates(model, call, from_sparsity)
         fast = _shared_copy(model).eval()
         rows = []
-        for name, received in inputs.items():
+        for name, layer_input in received.items():
             layer = model.get_submodule(name)
             sparse = _sparse_form(layer)
-            dense_seconds, sparse_seconds = _race(partial(layer, received), partial(sparse, received), repeats)
+            dense_seconds, sparse_seconds = _race(partial(layer, layer_input), partial(sparse, layer_input), repeats)
             swapped = dense_seconds > margin * sparse_seconds
             if swapped:
                 for alias, module in model.named_modules(remove_duplicate=False):
@@ -255,12 +267,12 @@ def _race(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> 
     return median(times[0]), median(times[1])
 
 
-def _caller(example: Any) -> Callable[[nn.Module], Any]:
+def _caller(example: Any) -> tuple[list[Any], Callable[[nn.Module], Any]]:
+    """The inputs of an example, and a function that calls a network with them."""
     if isinstance(example, Mapping):
-        return lambda model: model(**example)
-    if isinstance(example, tuple | list):
-        return lambda model: model(*example)
-    return lambda model: model(example)
+        return list(example.values()), lambda model: model(**example)
+    inputs = list(example) if isinstance(example, tuple | list) else [example]
+    return inputs, lambda model: model(*inputs)
 
 
 def _outputs(outputs: Any) -> Tensor:

@@ -3,13 +3,13 @@
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from shaver.batches import check_network
 from shaver.files import checkpoints
+from shaver.io import check_folder
 from shaver.naming import check_count, check_name, check_number
 from shaver.pruning import Masks, Schedule
 from shaver.training.history import History
@@ -101,7 +101,7 @@ def fit(
         train_source = open_source(train, "train", batch_size, shuffle=True, seed=seed)
         valid_source = None if valid is None else open_source(valid, "valid", batch_size, shuffle=False)
         run = Run(model, train_source, valid_source, settings, options)
-        place = None if folder is None else Path(folder)
+        place = None if folder is None else check_folder(folder)
         run.prepare(spam, masks, online, place)
         shown = (None if options.logger is None else False) if options.progress is None else options.progress
         try:
