@@ -1,4 +1,4 @@
-"""Pruning: from scores to masks, masks in force, and what is left on disk and in the processor."""
+"""Pruning: from scores to masks, masks that hold during training, and inference on the weights that stay."""
 
 from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain
 from shaver.pruning.masks import Hold, Masks

@@ -254,7 +254,7 @@ def _pattern_masks(
     """N of each M weights in a row."""
     kept, of = pattern
     if not 0 < kept < of:
-        raise ValueError(f"scope '{kept}:{of}' must keep fewer than it looks at, and at least one, as '2:4' does.")
+        raise ValueError(f"scope '{kept}:{of}' must keep fewer than {of} weights, and at least one, as '2:4' does.")
     if sparsity is not None and (isinstance(sparsity, str) or abs(check_sparsity(sparsity) - (1 - kept / of)) > 1e-9):
         raise ValueError(
             f"scope '{kept}:{of}' fixes the sparsity at {1 - kept / of:g}; leave out sparsity={sparsity!r}."
@@ -285,7 +285,7 @@ def _masks_within_drop(
 
 
 def _automatic_masks(worth: Worth | None, limits: Limits, nats: float, budget: float | None) -> Masks:
-    """What the evidence pays for, and the best of each layer that the limits protect."""
+    """The weights that bring enough evidence, and the best of each layer that the limits protect."""
     if worth is None:
         raise ValueError('sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).')
     if limits.scope != "global":

@@ -65,7 +65,7 @@ class Ranking:
         """The masks that remove exactly ``count`` weights.
 
         Raises:
-            ValueError: The cap and the minimum do not allow so many.
+            ValueError: The cap and the minimum do not allow that many.
         """
         if count > sum(self._limits):
             raise ValueError(
@@ -73,12 +73,12 @@ class Ranking:
                 f"layer at most {self.limit:.6g} can be removed."
             )
         if self.scope == "global":
-            fallen = _cut(self._pools[0], self._sorted[0], count)
+            removed = _cut(self._pools[0], self._sorted[0], count)
             if self._open is not None:
                 whole = np.zeros(self.total, dtype=bool)
-                whole[self._open] = fallen
-                fallen = whole
-            parts = np.split(~fallen, np.cumsum(self._sizes)[:-1])
+                whole[self._open] = removed
+                removed = whole
+            parts = np.split(~removed, np.cumsum(self._sizes)[:-1])
         else:
             shares = share_out(count, self._sizes, self._limits)
             parts = [~_cut(pool, order, k) for pool, order, k in zip(self._pools, self._sorted, shares, strict=True)]
@@ -135,8 +135,8 @@ def n_of_m(scores: Mapping[str, Tensor], kept: int, of: int, input_dims: Mapping
                 continue
             piece = rows[..., start:stop].reshape(*rows.shape[:-1], -1, group)
             drop = group - math.ceil(group * kept / of)
-            fallen = piece.argsort(dim=-1, stable=True)[..., :drop]
-            keep = torch.ones_like(piece, dtype=torch.bool).scatter_(-1, fallen, False)
+            removed = piece.argsort(dim=-1, stable=True)[..., :drop]
+            keep = torch.ones_like(piece, dtype=torch.bool).scatter_(-1, removed, False)
             pieces.append(keep.reshape(*rows.shape[:-1], stop - start))
         masks[name] = torch.cat(pieces, -1).movedim(-1, input_dims[name]).contiguous()
     return Masks(masks)

@@ -228,7 +228,7 @@ def _compressed(matrix: Tensor) -> Tensor:
 
 
 def _times(layer: nn.Module, columns: Tensor) -> Tensor:
-    """W · columns + b, one output a row."""
+    """W · columns + b, one output per row."""
     weight, bias = layer.get_buffer("weight"), layer.bias
     if bias is None:
         return weight @ columns

@@ -155,7 +155,7 @@ def _check_method(
 
 
 def _check_pruning(model: nn.Module, masks: object, online: object) -> None:
-    """Refuse what cannot be, before anything is changed."""
+    """Refuse masks of another network and wrong types, before anything is changed."""
     if masks is not None and online is not None:
         raise ValueError("masks= holds given masks and online= makes its own; give one of them.")
     if masks is not None:
