@@ -1,7 +1,7 @@
 """Pruning during training: masks that grow along a schedule, for weights and for whole units alike."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class Schedule:
     spam_defaults: ClassVar[Mapping[str, str]] = {}
 
     sparsity: float
+    _: KW_ONLY
     criterion: str | None = None
     schedule: str | Shape = "cubic"
     start: float = 0.1
@@ -116,6 +117,7 @@ class Online(Schedule):
         minimum: Each parameter keeps at least this many weights.
     """
 
+    _: KW_ONLY
     scope: str = "global"
     cap: float = 1.0
     minimum: int = 0

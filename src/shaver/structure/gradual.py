@@ -1,7 +1,7 @@
 """Pruning of whole units during training: units are removed along a schedule, so that the others can take over."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -42,10 +42,11 @@ class Gradual(Schedule):
     spam_defaults: ClassVar[Mapping[str, str]] = {"prior": "unit"}
 
     sparsity: float = 0.8
-    start: float = 0.2
-    end: float = 0.7
     example: Example | None = None
     groups: Groups | None = None
+    _: KW_ONLY
+    start: float = 0.2
+    end: float = 0.7
     target: str = "units"
     spread: str = "uniform"
     normalise: str | None = None
