@@ -132,8 +132,8 @@ def test_the_root_stays_finite_for_certain_predictions(logits):
         (torch.zeros(4, 3), torch.zeros(4), "class indices"),
         (torch.zeros(4, 3), torch.zeros(5, dtype=torch.long), r"targets have shape \(5,\)"),
         (torch.zeros(4, 3), torch.zeros(4, 3), "Class probabilities as targets are not supported"),
-        (torch.zeros(4), torch.zeros(4, dtype=torch.long), "two at least"),
-        (torch.zeros(4, 1), torch.zeros(4, dtype=torch.long), "one logit for yes or no"),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.long), "at least two classes"),
+        (torch.zeros(4, 1), torch.zeros(4, dtype=torch.long), "yes/no network with one logit"),
     ],
 )
 def test_labels_that_do_not_fit_are_named(outputs, targets, message):

@@ -1,4 +1,4 @@
-"""What a batch is: a tuple ``(inputs, targets)``, a dict with ``labels``, or anything with the user's own functions."""
+"""Batches: a tuple ``(inputs, targets)``, a dict with ``labels``, or any layout with the user's own functions."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 #: The key of a dict batch that holds the targets.
 LABELS = "labels"
-#: The label that counts for nothing, as in ``F.cross_entropy``.
+#: The label that is ignored, as in ``F.cross_entropy``.
 IGNORED = -100
 
 #: How torch complains about shapes and types of inputs.
@@ -23,19 +23,19 @@ _SHAPES = re.compile(
 
 #: ``forward(model, batch)``: the outputs (logits, means) of the network for one batch.
 Forward = Callable[[nn.Module, Any], Tensor]
-#: ``targets(batch)``: what the outputs are compared with.
+#: ``targets(batch)``: the targets that the outputs are compared with.
 Targets = Callable[[Any], Tensor]
 
 
 def check_network(model: object, what: str) -> nn.Module:
-    """Refuse what is no network, or one whose weights have no values yet.
+    """Refuse anything but a network whose weights have values.
 
     Raises:
-        TypeError: It is no module, or some of its parameters are complex or sparse.
+        TypeError: It is not a module, or some of its parameters are complex or sparse.
         ValueError: It has no parameters, or some of them are lazy or on the meta device.
     """
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}; make a network of it first" if isinstance(model, type) else repr(model)
+        kind = f"the class {model.__name__}; create an instance first" if isinstance(model, type) else repr(model)
         raise TypeError(f"{what} takes a network, a torch.nn.Module, not {kind}.")
     empty = True
     for name, parameter in model.named_parameters():
@@ -46,7 +46,7 @@ def check_network(model: object, what: str) -> nn.Module:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values; load the weights first.")
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise TypeError(
-                f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; {what} needs dense real ones."
+                f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; {what} needs dense real parameters."
             )
     if empty:
         raise ValueError(f"{type(model).__name__} has no trainable parameters: there is nothing for {what} to do.")
@@ -67,11 +67,11 @@ def check_batches(batches: object, what: str) -> Any:
 def forward_of(model: nn.Module, batch: Any) -> Tensor:
     """The network's outputs for one batch.
 
-    A tuple or list ``(x, y)`` calls ``model(x)``, ``(x1, x2, y)`` calls ``model(x1, x2)``; a dict calls the model with
-    every entry but ``labels`` as keyword arguments. Outputs with ``.logits`` (or a ``"logits"`` entry) are unwrapped.
+    A tuple or list ``(x, y)`` calls ``model(x)``, and ``(x1, x2, y)`` calls ``model(x1, x2)``. A dict passes every
+    entry except ``labels`` as a keyword argument. Outputs with ``.logits`` (or a ``"logits"`` entry) are unwrapped.
 
     Raises:
-        TypeError: The batch is of another kind, or the outputs are not a tensor.
+        TypeError: The batch has another layout, or the outputs are not a tensor.
     """
     _check_tensors(batch)
     named = {key: value for key, value in batch.items() if key != LABELS} if isinstance(batch, Mapping) else None
@@ -98,10 +98,10 @@ def naming_inputs(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def outputs_in(result: Any) -> Tensor:
-    """The outputs in what a model returned: the tensor itself, or its ``.logits`` (or ``"logits"`` entry).
+    """The outputs in a model's return value: the tensor itself, or its ``.logits`` (or ``"logits"`` entry).
 
     Raises:
-        TypeError: There is no tensor to be found.
+        TypeError: The return value has no such tensor.
     """
     if isinstance(result, Mapping) and "logits" in result:
         result = result["logits"]
@@ -115,10 +115,10 @@ def outputs_in(result: Any) -> Tensor:
 
 
 def targets_of(batch: Any) -> Tensor:
-    """The targets of one batch: the last of a tuple, the ``labels`` of a dict.
+    """The targets of one batch: the last entry of a tuple, or the ``labels`` of a dict.
 
     Raises:
-        TypeError: The batch is of another kind, or the targets are not a tensor.
+        TypeError: The batch has another layout, or the targets are not a tensor.
         KeyError: The dict has no ``labels``.
     """
     if isinstance(batch, Mapping):
@@ -138,10 +138,10 @@ def targets_of(batch: Any) -> Tensor:
 
 
 def next_tokens(batch: Any) -> Tensor:
-    """The targets of a causal language model's batch: at every position the label of the next.
+    """The targets of a causal language model's batch: at each position the label of the next token.
 
-    Such models take ``labels`` unshifted and shift them in their own loss; whoever compares their logits with targets
-    has to do the same. The last position has no next token and is ignored.
+    Such models take unshifted ``labels`` and shift them in their own loss, so comparing their logits with targets needs
+    the same shift. The last position has no next token and is ignored.
 
     Example:
         >>> shaver.curvature.estimate(model, batches, source="ef", targets=next_tokens)
@@ -176,9 +176,9 @@ def _call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
         if "unexpected keyword argument" not in str(error):
             raise
         raise TypeError(
-            f"{error}. Every entry of a dict batch but {LABELS!r} goes to the model by its name, here "
-            f"{', '.join(map(repr, arguments))}; pass forward=lambda model, batch: … and targets=lambda batch: … for "
-            "another layout."
+            f"{error}. Every entry of a dict batch except {LABELS!r} is passed to the model as a keyword argument, "
+            f"here {', '.join(map(repr, arguments))}; pass forward=lambda model, batch: … and "
+            "targets=lambda batch: … for another layout."
         ) from error
 
 

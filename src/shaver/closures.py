@@ -1,4 +1,4 @@
-"""Steps taken by others: closures that an optimizer calls, and optimizers that a trainer calls."""
+"""SpaM in steps that other code takes: closures that an optimizer calls, and optimizers that a trainer steps."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def in_objective(spam: "SpaM", optimizer: Optimizer) -> bool:
-    """Whether the prior is part of what the optimizer minimises, instead of a proximal step after its own.
+    """Whether the prior is part of the loss that the optimizer minimises. If not, it is a proximal step afterwards.
 
-    L-BFGS compares losses and gradients at several weights, so that a step it does not know of would be taken for a
-    property of the loss; and it bounds its own step, so that no δ is too large for it.
+    L-BFGS compares losses and gradients at several points. It would mistake a proximal step for a property of the
+    loss. It also bounds its own step, so no δ is too large for it.
     """
     return not spam.settings.proximal or isinstance(optimizer, LBFGS)
 
 
 class Objective:
-    """A closure with the prior in it: the first evaluation of a step is measured, and all of them carry the prior.
+    """A closure that adds the prior. Curvature is measured in its first evaluation per step only.
 
     Args:
-        spam: Has the prior and measures the curvature.
+        spam: Measures the curvature and holds the prior.
         optimizer: Calls the closure.
         closure: Clears the gradients, computes the loss, calls ``backward`` and returns the loss.
-        scale: The loss scale of mixed precision, if there is one.
+        scale: The loss scale of mixed precision, or None.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Objective:
         self._strength: float | None = None
 
     def __call__(self) -> Any:
-        """The loss; with the prior's share where the prior is part of the objective."""
+        """The loss, including the prior's penalty where the prior is part of the objective."""
         if self._strength is None:
             loss = self._closure()
             self._strength = self._spam.observe(self._scale)
@@ -51,16 +51,18 @@ class Objective:
         return loss if loss is None else loss + self._penalty()
 
     def finish(self) -> None:
-        """After the optimizer's step: the proximal step where there is one, and δ when it is due."""
+        """After the optimizer's step: take the proximal step if there is one, and update δ if it is due."""
         if self._strength is None:
-            raise RuntimeError(f"{type(self._optimizer).__name__}.step did not call its closure.")
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__}.step(closure) did not call the closure; use an optimizer that does."
+            )
         if not in_objective(self._spam, self._optimizer):
             apply_prior(self._optimizer, self._spam.delta_by_parameter(), self._strength)
         self._spam.advance(self._optimizer)
 
     @torch.no_grad()
     def _penalty(self) -> float:
-        """½ · strength · θᵀδθ of the weights that the optimizer moves."""
+        """½ · strength · θᵀδθ over the weights that the optimizer trains."""
         delta = self._spam.delta_by_parameter()
         moved = [p for group in self._optimizer.param_groups for p in group["params"] if p in delta]
         total = sum(float((delta[p] * p.square()).sum(dtype=torch.float64)) for p in moved)
@@ -80,7 +82,7 @@ class Attachment:
         ]
 
     def remove(self) -> None:
-        """The optimizer's steps are its own again."""
+        """Detach SpaM from the optimizer."""
         for handle in self._handles:
             handle.remove()
 
@@ -105,7 +107,7 @@ class Attachment:
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer in a wrapper such as accelerate's, which calls itself one too but takes no hooks."""
+    """The torch optimizer inside a wrapper such as accelerate's, which is an ``Optimizer`` but has no hooks."""
     inner = optimizer
     while hasattr(inner, "optimizer"):
         inner = inner.optimizer
@@ -115,6 +117,6 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
 
 
 def scale_of(optimizer: Any) -> Callable[[], float | None]:
-    """The loss scale of a wrapper that has a scaler of its own, asked anew at every step."""
+    """A function that returns the current loss scale of a wrapper with its own scaler; None without one."""
     scaler = getattr(optimizer, "scaler", None)
     return lambda: float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None

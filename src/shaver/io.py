@@ -1,6 +1,7 @@
-"""Files: tensors as safetensors, everything else as JSON, written atomically, never unpickled.
+"""Reading and writing files: tensors as safetensors, everything else as JSON. Writes are atomic; nothing is unpickled.
 
-A file appears under its name only when it is complete: it is written beside it, flushed to the disk, and renamed.
+A file appears under its name only when it is complete: it is written to a temporary file in the same folder, flushed to
+the disk, and renamed.
 """
 
 import errno
@@ -40,7 +41,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None:  # "No space left on device" names no file
+        if isinstance(error, OSError) and error.errno is not None:  # "No space left on device" does not name the file
             raise OSError(error.errno, f"{os.strerror(error.errno)} (the file was not written)", str(target)) from error
         raise
 
@@ -53,15 +54,15 @@ def as_path(path: object) -> Path:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return a folder that exists or can be made.
+    """Return a folder that exists or can be created.
 
     Raises:
-        NotADirectoryError: It, or a folder it would lie in, is a file.
+        NotADirectoryError: The folder, or one of its parents, is a file.
     """
     place = as_path(folder)
     for part in (place, *place.parents):
         if part.exists() and not part.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "this is a file, and a folder is needed", str(part))
+            raise NotADirectoryError(errno.ENOTDIR, "this is a file, but a folder is needed", str(part))
     return place
 
 
@@ -82,13 +83,13 @@ def write_json(path: str | os.PathLike[str], value: object) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read JSON; a damaged file is named."""
+    """Read JSON; the error for a damaged file names it."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply to be read; shaver writes no such file.") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); it is damaged or of another kind.") from error
+        raise ValueError(f"{path} is not valid JSON ({error}); it is damaged or another kind of file.") from error
 
 
 def save_tensors(
@@ -100,7 +101,7 @@ def save_tensors(
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read a safetensors file; a damaged or foreign file is named."""
+    """Read a safetensors file; the error for a damaged or other file names it."""
     return _parsed(path, Path(path).read_bytes())
 
 
@@ -109,21 +110,21 @@ def _parsed(path: str | os.PathLike[str], content: bytes) -> dict[str, Tensor]:
         return _parse(content)
     except (SafetensorError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{path} is not a readable safetensors file ({error}); it is damaged or of another kind."
+            f"{path} is not a readable safetensors file ({error}); it is damaged or another kind of file."
         ) from error
 
 
 def pack(state: object) -> tuple[dict[str, Tensor], object]:
     """Split a nested state (dicts, lists, tuples, numbers, strings, tensors) into tensors and a JSON value.
 
-    Every tensor is replaced by ``{"$tensor": key}``; :func:`unpack` puts it back. This is how checkpoints hold an
-    optimizer's state without pickle. Dict keys that are not strings (optimizer state has integers) are kept.
+    Every tensor is replaced by ``{"$tensor": key}``; :func:`unpack` restores it. Checkpoints use this to hold an
+    optimizer's state without pickle. Dict keys may be integers, as in an optimizer's state.
     """
     tensors: dict[str, Tensor] = {}
 
     def walk(value: object, path: str) -> object:
         if isinstance(value, Tensor):
-            key = f"{len(tensors)}:{path}"  # the number keeps {"a.b": …} and {"a": {"b": …}} apart
+            key = f"{len(tensors)}:{path}"  # the number distinguishes {"a.b": …} from {"a": {"b": …}}
             tensors[key] = value
             return {"$tensor": key}
         if isinstance(value, Mapping):
@@ -135,7 +136,7 @@ def pack(state: object) -> tuple[dict[str, Tensor], object]:
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float):
-            return {"$float": value.hex()}  # exact, and infinity has a name
+            return {"$float": value.hex()}  # exact, and works for infinity and NaN
         raise TypeError(f"{path or 'the state'} holds a {type(value).__name__}, which cannot be saved without pickle.")
 
     return tensors, walk(state, "")
@@ -168,9 +169,9 @@ def digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
 
 
 def save_state(path: str | os.PathLike[str], state: object) -> None:
-    """Write any nested state as one safetensors file: its tensors, and the rest as JSON in the header. Atomic.
+    """Write any nested state atomically as one safetensors file: its tensors, and the rest as JSON in the header.
 
-    The header has a checksum of both, so that a damaged file is refused instead of giving other numbers.
+    The header has a checksum of both, so that a damaged file is refused and never read as different values.
     """
     tensors, rest = pack(state)
     text = json.dumps(rest)
@@ -182,10 +183,10 @@ def load_state(path: str | os.PathLike[str], *, missing: object = ...) -> Any:
 
     Args:
         path: The file.
-        missing: Returned for a safetensors file without a saved state; by default that is an error.
+        missing: Returned for a safetensors file without a saved state. Default: such a file is an error.
 
     Raises:
-        ValueError: The file is damaged, or was written by something else.
+        ValueError: The file is damaged, or another program wrote it.
     """
     content = Path(path).read_bytes()
     tensors = _parsed(path, content)
@@ -194,7 +195,7 @@ def load_state(path: str | os.PathLike[str], *, missing: object = ...) -> Any:
     if "state" not in metadata:
         if missing is not ...:
             return missing
-        raise ValueError(f"{path} is a safetensors file without a saved state; it was written by something else.")
+        raise ValueError(f"{path} is a safetensors file without a saved state; another program wrote it.")
     if metadata.get("sha256") != digest(tensors, metadata["state"]):
         raise ValueError(f"{path} is damaged: its contents do not match its checksum.")
     try:
@@ -202,9 +203,7 @@ def load_state(path: str | os.PathLike[str], *, missing: object = ...) -> Any:
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply to be read; shaver writes no such file.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} holds a state that cannot be read ({error!r}); it was written by something else."
-        ) from error
+        raise ValueError(f"{path} holds a state that cannot be read ({error!r}); another program wrote it.") from error
 
 
 def _umask() -> int:

@@ -1,8 +1,8 @@
-"""What the network's outputs mean: the loss, and the curvature of the loss at the outputs.
+"""Likelihoods: the loss, and the curvature of the loss with respect to the network's outputs.
 
-A likelihood turns outputs f and targets y into a negative log likelihood per sample, and gives a square root S
+A likelihood turns outputs f and targets y into a negative log likelihood per sample, and provides a square root S
 of its Hessian at the outputs, Λ = ∂²(−log p(y|f))/∂f² = S Sᵀ. A user's own likelihood subclasses
-:class:`Likelihood` and writes those two functions.
+:class:`Likelihood` and implements those two functions.
 """
 
 import math
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from shaver.naming import check_name
 
-#: More numbers than this in one square root of the output Hessian, and the exact GGN is refused.
+#: The exact GGN is refused if one square root of the output Hessian has more elements than this.
 ROOT_LIMIT = 2**28
-#: Probabilities that labels are drawn from at once; drawing takes twice their memory again.
+#: Labels are sampled from at most this many probabilities at a time; sampling needs twice their memory in addition.
 PIECE = 2**24
 
 
@@ -37,11 +37,11 @@ class Likelihood(ABC):
 
     @abstractmethod
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log likelihood of each sample, shape ``(batch,)``: summed over any further dimensions."""
+        """Negative log likelihood per sample, shape ``(batch,)``, summed over any further dimensions."""
 
     @abstractmethod
     def root(self, outputs: Tensor) -> Tensor:
-        """Columns s_k of the output Hessian's square root, Λ = Σ_k s_k s_kᵀ, shape ``(columns, *outputs.shape)``."""
+        """Columns s_k of a square root of the output Hessian, Λ = Σ_k s_k s_kᵀ, shape ``(columns, *outputs.shape)``."""
 
     def mc_gradient(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random output gradient g with mean zero and E[g gᵀ] = Λ, shaped like ``outputs``."""
@@ -51,10 +51,10 @@ class Likelihood(ABC):
         return (columns * signs).sum(0)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise ``ValueError`` where outputs and targets do not belong together. Default: nothing to check."""
+        """Raise ``ValueError`` if the outputs and targets do not fit together. Default: no check."""
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Which outputs count, as a mask that broadcasts to them (ignored tokens do not). Default None: all."""
+        """A mask of the outputs that count, broadcastable to them; ignored tokens do not. Default None: all count."""
         return None
 
     def state(self) -> dict[str, float]:
@@ -62,19 +62,19 @@ class Likelihood(ABC):
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Take back what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
 
 
 @dataclass
 class Classification(Likelihood):
     """Softmax classification, p(y|f) = softmax(f)_y, with Λ = diag(p) − p pᵀ.
 
-    Extra output dimensions (tokens, pixels) are further independent labels of the same sample: outputs
-    ``(batch, tokens, classes)`` with targets ``(batch, tokens)``, or classes in another place by ``class_dim``.
+    Extra output dimensions (tokens, pixels) are several independent labels per sample: outputs
+    ``(batch, tokens, classes)`` with targets ``(batch, tokens)``. ``class_dim`` sets another position of the classes.
 
     Attributes:
-        class_dim: Which output dimension holds the classes; 1 for ``(batch, classes, height, width)``.
-        ignore_index: Targets with this value count for nothing, as in ``F.cross_entropy``.
+        class_dim: The output dimension with the classes; 1 for ``(batch, classes, height, width)``.
+        ignore_index: Targets with this value are ignored, as in ``F.cross_entropy``.
     """
 
     class_dim: int = -1
@@ -84,7 +84,7 @@ class Classification(Likelihood):
         return outputs.movedim(self.class_dim, -1)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """There are two classes at least, shapes fit, and every label is a class or the ignored index."""
+        """Check that there are at least two classes, shapes match, and each label is a class or the ignored index."""
         self.check_classes(outputs)
         expected = self._last(outputs).shape[:-1]
         if targets.shape != expected:
@@ -109,13 +109,13 @@ class Classification(Likelihood):
             )
 
     def check_classes(self, outputs: Tensor) -> None:
-        """A softmax needs two outputs a label: over one it is always 1."""
+        """Refuse outputs with a single class: their softmax is always 1."""
         if outputs.ndim < 2 or outputs.shape[self.class_dim] < 2:
             raise ValueError(
-                f"classification needs an output for each class, two at least, and these have shape "
-                f"{tuple(outputs.shape)}. A network with one logit for yes or no is the same as one with two: end in "
-                "nn.Linear(…, 2) and use F.cross_entropy, or return torch.cat([zeros_like(f), f], 1) of the logit f. "
-                'For numbers as targets pass likelihood="regression".'
+                f"classification needs one output per class and at least two classes, but the outputs have shape "
+                f"{tuple(outputs.shape)}. For a yes/no network with one logit f, end in nn.Linear(…, 2) and use "
+                "F.cross_entropy, or return torch.cat([zeros_like(f), f], 1). For real-valued targets pass "
+                'likelihood="regression".'
             )
 
     def counted(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
@@ -124,7 +124,7 @@ class Classification(Likelihood):
         return ~ignored.unsqueeze(-1).movedim(-1, self.class_dim) if bool(ignored.any()) else None
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy of each sample, summed over its tokens."""
+        """Cross entropy per sample, summed over its tokens."""
         last = self._last(outputs)
         flat = F.cross_entropy(
             last.reshape(-1, last.shape[-1]).float() if last.dtype in _HALF else last.reshape(-1, last.shape[-1]),
@@ -135,7 +135,7 @@ class Classification(Likelihood):
         return flat.reshape(len(outputs), -1).sum(1)
 
     def root(self, outputs: Tensor) -> Tensor:
-        """The Cholesky factor of diag(p) − p pᵀ in closed form: C − 1 columns a label, the Hessian's rank.
+        """The Cholesky factor of diag(p) − p pᵀ in closed form: C − 1 columns per label, the rank of the Hessian.
 
         With q_k = Σ_{j>k} p_j: L_kk = √(p_k q_k / q_{k−1}) and L_jk = −p_j √(p_k / (q_{k−1} q_k)) for j > k
         (Tanabe and Sagae, 1992).
@@ -146,7 +146,7 @@ class Classification(Likelihood):
         if labels * (classes - 1) * outputs.numel() > ROOT_LIMIT:
             raise ValueError(
                 f"the exact GGN for outputs of shape {tuple(outputs.shape)} needs {labels * (classes - 1)} "
-                'backward passes a batch; use source="mc" (unbiased, one pass) or source="ef", or smaller batches.'
+                'backward passes per batch; use source="mc" (unbiased, one pass), source="ef", or smaller batches.'
             )
         p = last.softmax(-1)
         tail = p.flip(-1).cumsum(-1).flip(-1)  # tail_k = Σ_{j≥k} p_j = q_{k−1}
@@ -159,14 +159,14 @@ class Classification(Likelihood):
         factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         if labels == 1:  # (batch, …ones…, C, C−1) → (C−1, batch, …, C)
             columns = factor.movedim(-1, 0)
-        else:  # one column for each label and class: zero everywhere but at its own label
+        else:  # one column per label and class, zero except at its own label
             eye = torch.eye(labels, dtype=p.dtype, device=p.device)
             flat = factor.reshape(len(outputs), labels, classes, classes - 1)
             columns = torch.einsum("blck,lm->mkblc", flat, eye).reshape(labels * (classes - 1), *last.shape)
         return columns.movedim(-1, self.class_dim if self.class_dim < 0 else self.class_dim + 1)
 
     def mc_gradient(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """p − e_ŷ with a label ŷ sampled from the model for every position."""
+        """p − e_ŷ, with a label ŷ sampled from the model at each position."""
         last = self._last(outputs.detach())
         gradient = last.softmax(-1).contiguous()
         flat = gradient.view(-1, gradient.shape[-1])
@@ -192,25 +192,25 @@ class Regression(Likelihood):
             raise ValueError(f"the noise variance must be positive and finite, not {self.noise!r}.")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Outputs and targets have one shape."""
+        """Check that outputs and targets have the same shape."""
         if outputs.shape != targets.shape:
             raise ValueError(
                 f"regression needs targets shaped like the outputs, {tuple(outputs.shape)}, but they have "
-                f"shape {tuple(targets.shape)}; y.unsqueeze(1) or outputs.squeeze(1) is the usual cure."
+                f"shape {tuple(targets.shape)}; y.unsqueeze(1) or outputs.squeeze(1) usually fixes this."
             )
         if targets.dtype == torch.bool or targets.is_complex():
             raise ValueError(f"regression targets are real numbers, not {targets.dtype}; use y.float().")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """½ Σ (f − y)²/σ² + ½ D log(2πσ²) of each sample with D outputs."""
+        """½ Σ (f − y)²/σ² + ½ D log(2πσ²) per sample with D outputs."""
         squares = (outputs - targets).square().flatten(1)
         return 0.5 * squares.sum(1) / self.noise + 0.5 * squares.shape[1] * math.log(2 * math.pi * self.noise)
 
     def root(self, outputs: Tensor) -> Tensor:
-        """Unit vectors over σ, one for each output of a sample."""
+        """Unit vectors divided by σ, one per output of a sample."""
         per_sample = outputs[0].numel()
         if per_sample * outputs.numel() > ROOT_LIMIT:
-            raise ValueError(f'{per_sample} outputs a sample are too many for the exact GGN; use source="mc".')
+            raise ValueError(f'{per_sample} outputs per sample are too many for the exact GGN; use source="mc".')
         eye = torch.eye(per_sample, dtype=outputs.dtype, device=outputs.device) / math.sqrt(self.noise)
         return eye.reshape(per_sample, 1, *outputs.shape[1:]).expand(per_sample, *outputs.shape)
 
@@ -224,7 +224,7 @@ class Regression(Likelihood):
         return {"noise": self.noise}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Take the noise variance back."""
+        """Restore the noise variance."""
         self.noise = state["noise"]
 
 

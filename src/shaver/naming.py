@@ -1,4 +1,4 @@
-"""Names and numbers that a user passes: a wrong one is answered with what was passed and what would work."""
+"""Checks of names and numbers that a user passes. Errors repeat what was passed and say what would work."""
 
 import math
 import operator
@@ -60,27 +60,27 @@ def check_number(
 
 
 def shown(value: object) -> str:
-    """What a user passed, short enough for a message."""
+    """A value as text, short enough for a message."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def import_function(spec: str, option: str) -> Callable[..., Any]:
-    """The function that ``package.module:function`` names; modules beside the user are found as Python finds them.
+    """Import the function that ``package.module:function`` names. Modules in the current folder are found too.
 
     Raises:
-        ValueError: It is not written like that, or the module has no such function.
-        ImportError: There is no such module.
+        ValueError: The text has another form, or the module has no such function.
+        ImportError: The module does not exist.
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise ValueError(f"{option} is written package.module:function, not {spec!r}.")
+        raise ValueError(f"{option} must have the form package.module:function, not {spec!r}.")
     sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"{option} {spec}: {error}; it is looked for here and among the installed packages."
+            f"{option} {spec}: {error}; the current folder and the installed packages were searched."
         ) from error
     finally:
         sys.path.remove(os.getcwd())

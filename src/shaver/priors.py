@@ -1,17 +1,20 @@
-"""The prior θ_p ~ N(0, 1/δ_p): how few or many numbers stand behind the precision δ of every weight.
+"""The prior θ_p ~ N(0, 1/δ_p): which weights share a precision δ.
 
 ===============  ============================================================================================
 ``"scalar"``     one δ for the network: weight decay
-``"layer"``      one δ for each parameter tensor
+``"layer"``      one δ per parameter tensor
 ``"unit"``       δ = b_o · a_i for a weight from input unit i to output unit o; a channel is a unit
-``"parameter"``  one δ for each weight: automatic relevance determination
+``"parameter"``  one δ per weight: automatic relevance determination
 a function       a user's own grouping, see :func:`make_prior`
 ===============  ============================================================================================
 
-What ``"unit"`` means by tensor: dimensions 0 and 1 are the two kinds of units of a weight (linear, convolution of
-any dimension, transposed or not), with every kernel position sharing its pair's δ; the rows and columns of an
-embedding; tokens and features of a ``(1, tokens, features)`` table. A vector (bias, norm scale or shift) has its
-own δ for each entry, a scalar its own. In a grouped convolution, inputs with the same place in their groups share.
+The units of ``"unit"``, by tensor:
+
+- Weight of a linear layer or a convolution of any dimension, transposed or not: dimensions 0 and 1 are the units. All
+  kernel positions of a pair of units share its δ. In a grouped convolution, inputs at the same position in their
+  groups share a factor.
+- Embedding: its rows and columns. A ``(1, tokens, features)`` table: its tokens and features.
+- Vector (bias, scale or shift of a norm layer): one δ per entry. Scalar: its own δ.
 """
 
 import math
@@ -26,48 +29,48 @@ from shaver.ranks import ALONE, Ranks
 from shaver.selection import Dims, Selection, take
 from shaver.settings import LOG_BOUNDS
 
-#: A user's own grouping: ids of groups within the tensor, or one key for the whole tensor.
+#: A user's own grouping: group ids within the tensor, or one key for the whole tensor.
 Grouping = Callable[[str, Tensor], "Tensor | Hashable"]
 
 
 @dataclass(frozen=True)
 class Axes:
-    """One number for each index along the kept dimensions of a tensor, shared along the others."""
+    """One value per index along the dimensions ``keep`` of a tensor, shared along the other dimensions."""
 
     shape: torch.Size
     keep: tuple[int, ...]
 
     @property
     def size(self) -> torch.Size:
-        """Shape of the numbers."""
+        """Shape of the values."""
         return torch.Size(self.shape[d] for d in self.keep)
 
     @property
     def uniform(self) -> bool:
-        """One number for the whole tensor."""
+        """Whether the whole tensor shares one value."""
         return not self.keep
 
     def expand(self, values: Tensor) -> Tensor:
-        """The numbers, broadcastable to the tensor; no copy."""
+        """The values, broadcastable to the tensor; no copy."""
         if self.uniform:
             return values
         return values.reshape([n if d in self.keep else 1 for d, n in enumerate(self.shape)])
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Sums over what shares one number, for a tensor broadcastable to the parameter's shape."""
+        """Sums over the entries that share one value. The tensor must broadcast to the parameter's shape."""
         summed = [d for d in range(len(self.shape)) if d not in self.keep]
         full = tensor.expand(self.shape)
         return full.sum(summed) if summed else full
 
     def select(self, values: Tensor, dims: Dims) -> tuple["Axes", Tensor]:
-        """The layout and the numbers of what stays of the tensor."""
+        """The layout and the values of the kept part of the tensor."""
         shape = torch.Size(len(dims[d]) if d in dims else n for d, n in enumerate(self.shape))
         return Axes(shape, self.keep), take(values, {i: dims[d] for i, d in enumerate(self.keep) if d in dims})
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """One number for each group id of a user's own grouping of a tensor's weights."""
+    """One value per group of a user's own grouping of a tensor's weights."""
 
     shape: torch.Size
     ids: Tensor
@@ -75,25 +78,25 @@ class Index:
 
     @property
     def size(self) -> torch.Size:
-        """Shape of the numbers."""
+        """Shape of the values."""
         return torch.Size([self.count])
 
     @property
     def uniform(self) -> bool:
-        """One number for the whole tensor."""
+        """Whether the whole tensor shares one value."""
         return False
 
     def expand(self, values: Tensor) -> Tensor:
-        """Each weight's number, broadcastable to the tensor."""
+        """The value of each weight, broadcastable to the tensor."""
         return values[self.ids]
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Sums over each group."""
+        """Sums per group."""
         full = tensor.expand(self.shape)
         return full.new_zeros(self.count).index_add_(0, self.ids.expand(self.shape).reshape(-1), full.reshape(-1))
 
     def select(self, values: Tensor, dims: Dims) -> tuple["Index", Tensor]:
-        """The layout and the numbers of what stays of the tensor; groups of which nothing stays are gone."""
+        """The layout and the values of the kept part of the tensor. Groups without kept weights are removed."""
         left, ids = torch.unique(take(self.ids.expand(self.shape), dims), return_inverse=True)
         return Index(ids.shape, ids, len(left)), values[left]
 
@@ -103,13 +106,13 @@ Layout = Axes | Index
 
 @dataclass(eq=False)
 class Factor:
-    """Positive numbers that multiply into δ, and where.
+    """Positive values that are one factor of δ, and the weights that they belong to.
 
     Attributes:
         key: Its name in a state dict.
-        layouts: Parameter name → how the numbers spread over that parameter.
-        values: The numbers; replaced by an update, never written in place, so that a snapshot keeps its own.
-        ranks: Processes that each have other weights of the same groups, and the same numbers for them.
+        layouts: Parameter name → which weights of that parameter share a value.
+        values: The values. An update replaces the tensor and never writes in place, so a snapshot keeps its values.
+        ranks: Processes that hold different weights of the same groups and must agree on the values.
     """
 
     key: str
@@ -123,9 +126,9 @@ class Prior:
 
     Attributes:
         kind: ``"scalar"``, ``"layer"``, ``"unit"``, ``"parameter"``, or the name of a user's function.
-        factors: The numbers behind δ.
+        factors: The factors of δ.
         bounds: Lowest and highest log δ.
-        parts: The factors in sets that meet in no common parameter, so that the evidence is a sum over the sets.
+        parts: The factors in sets that share no parameter, so that the evidence is a sum over the sets.
     """
 
     def __init__(self, kind: str, factors: Iterable[Factor], bounds: tuple[float, float]) -> None:
@@ -145,7 +148,7 @@ class Prior:
 
     @property
     def names(self) -> list[str]:
-        """Parameters covered."""
+        """The parameters that have a prior."""
         return list(self._of)
 
     def delta_of(self, name: str) -> Tensor:
@@ -160,16 +163,16 @@ class Prior:
         return {name: self.delta_of(name) for name in self._of}
 
     def snapshot(self) -> "Prior":
-        """The same δ, untouched by later updates of this prior; shares memory until then."""
+        """A prior with the current δ that later updates do not change; shares memory until then."""
         return Prior(self.kind, [replace(f) for f in self.factors], self.bounds)
 
     def select(self, kept: Selection, added: Mapping[str, Tensor] | None = None, init: float = 1.0) -> "Prior":
-        """The prior of a network of which only part stays: each weight that does keeps its δ.
+        """The prior of a smaller network: each kept weight keeps its δ.
 
         Args:
-            kept: Parameter → dimension → the positions that stay.
-            added: Parameters that the network has gained, such as a bias that took up a constant.
-            init: Their precision; under the scalar prior they share the one there is.
+            kept: Parameter → dimension → the kept positions.
+            added: New parameters, such as a bias that a constant was folded into.
+            init: Precision of the new parameters. Under the scalar prior they share the existing δ.
         """
         factors = []
         for factor in self.factors:
@@ -188,11 +191,11 @@ class Prior:
         return Prior(self.kind, factors, self.bounds)
 
     def of_rows(self, rows: Mapping[str, Tensor], ranks: Ranks) -> "Prior":
-        """The prior of some rows of each parameter, the others being on other ranks.
+        """The prior of this rank's rows of each parameter.
 
         Args:
-            rows: Parameter → which rows are here.
-            ranks: All of them. What does not differ by row is theirs together.
+            rows: Parameter → the rows on this rank.
+            ranks: All ranks. They share the factors that do not differ between rows.
         """
         here = self.select({name: {0: kept} for name, kept in rows.items()})
         for factor in here.factors:
@@ -201,7 +204,7 @@ class Prior:
         return here
 
     def fix_gauge(self) -> None:
-        """Where two factors multiply, (c·a, b/c) is the same δ: make the second one's geometric mean 1."""
+        """Make the geometric mean of each second factor 1. The scale is free: (c·a, b/c) gives the same δ."""
         for part in self.parts:
             for factor in part[1:]:
                 scale = factor.values.double().log().mean().exp().to(factor.values.dtype)
@@ -209,27 +212,30 @@ class Prior:
                 part[0].values = part[0].values * scale
 
     def state_dict(self) -> dict[str, object]:
-        """Kind, bounds and numbers; the layout follows from the model."""
+        """Kind, bounds and values; the layout follows from the model."""
         return {"kind": self.kind, "bounds": list(self.bounds), "values": {f.key: f.values for f in self.factors}}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take the numbers (and bounds) of :meth:`state_dict` back.
+        """Restore the values and bounds that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: The state belongs to another kind of prior or another model.
+            ValueError: The state belongs to another kind of prior or to another model.
         """
         values, bounds = state["values"], state["bounds"]
         assert isinstance(values, Mapping)
         assert isinstance(bounds, list | tuple)
         if state["kind"] != self.kind:
-            raise ValueError(f"the saved prior is {state['kind']!r}, this one is {self.kind!r}.")
+            raise ValueError(
+                f"the saved prior is {state['kind']!r}, this one is {self.kind!r}: use prior={state['kind']!r}."
+            )
         mine = {f.key: tuple(f.values.shape) for f in self.factors}
         saved = {key: tuple(value.shape) for key, value in values.items()}
         if mine != saved:
             wrong = sorted(k for k in mine.keys() | saved.keys() if mine.get(k) != saved.get(k))
             raise ValueError(
                 f"the saved {self.kind} prior belongs to another model: {wrong[0]!r} has shape "
-                f"{saved.get(wrong[0], 'none')} there and {mine.get(wrong[0], 'none')} here ({len(wrong)} such)."
+                f"{saved.get(wrong[0], 'none')} there and {mine.get(wrong[0], 'none')} here "
+                f"(tensors that differ: {len(wrong)})."
             )
         for factor in self.factors:
             factor.values = values[factor.key].to(factor.values, copy=True)
@@ -243,14 +249,14 @@ def make_prior(
     init: float = 1.0,
     bounds: tuple[float, float] = LOG_BOUNDS,
 ) -> Prior:
-    """A prior of some kind for these parameters, with δ = ``init`` everywhere.
+    """Create a prior for the given parameters, with δ = ``init`` everywhere.
 
     Example:
         >>> prior = make_prior("unit", dict(model.named_parameters()))
         >>> prior.delta()["fc.weight"].shape
         torch.Size([84, 120])
 
-        One precision for each attention head of 64 features, all other tensors one for each layer::
+        One precision per attention head of 64 features, and one per tensor for all others::
 
             def by_head(name, parameter):
                 if name.endswith("query.weight"):
@@ -261,21 +267,23 @@ def make_prior(
 
     Args:
         kind: ``"scalar"``, ``"layer"``, ``"unit"``, ``"parameter"``, or a function ``group(name, parameter)``. The
-            function gives an integer tensor of group ids, broadcastable to the parameter (ids count within that
-            parameter), or any hashable key for the whole tensor; tensors with equal keys share one δ.
+            function returns an integer tensor of group ids, broadcastable to the parameter (ids are local to that
+            parameter), or any hashable key for the whole tensor. Tensors with equal keys share one δ.
         named_parameters: The trainable parameters by name.
         init: The initial precision.
         bounds: Lowest and highest log δ.
     """
     low, high = bounds
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"bounds are the lowest and highest log δ, finite and in this order, not {bounds!r}.")
+        raise ValueError(f"bounds must be the lowest and highest log δ, finite and in this order, not {bounds!r}.")
     if not (init > 0 and low <= math.log(init) <= high):
         raise ValueError(
             f"the initial precision {init!r} is outside the bounds {math.exp(low):g} to {math.exp(high):g}."
         )
     if not named_parameters:
-        raise ValueError("there are no parameters to put a prior on; do any of the model's require gradients?")
+        raise ValueError(
+            "there are no parameters to put a prior on; do any of the model's parameters require gradients?"
+        )
     if callable(kind):
         factors = _grouped(kind, named_parameters)
         name = getattr(kind, "__name__", type(kind).__name__)
@@ -289,13 +297,13 @@ def make_prior(
 
 
 def broadcasts(shape: torch.Size, target: torch.Size) -> bool:
-    """A tensor of ``shape`` broadcasts to ``target`` without making it larger."""
+    """Whether a tensor of ``shape`` broadcasts to ``target`` without enlarging it."""
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(a in (1, b) for a, b in pairs)
 
 
 def _independent(factors: Iterable[Factor]) -> list[list[Factor]]:
-    """Factors that share a parameter belong together; two that multiply cover the very same one parameter."""
+    """Group the factors that share a parameter. Two factors that multiply cover the same single parameter."""
     parts: dict[frozenset[str], list[Factor]] = {}
     for factor in factors:
         parts.setdefault(frozenset(factor.layouts), []).append(factor)
@@ -303,7 +311,7 @@ def _independent(factors: Iterable[Factor]) -> list[list[Factor]]:
 
 
 def _ones(size: torch.Size | tuple[int, ...], like: Tensor) -> Tensor:
-    """Precisions live in float32 even for half-precision weights: they span eighteen orders of magnitude."""
+    """Ones in at least float32, even for half-precision weights: precisions span eighteen orders of magnitude."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.ones(size, dtype=dtype, device=like.device)
 
@@ -342,8 +350,8 @@ def _grouped(group: Grouping, parameters: Mapping[str, Tensor]) -> list[Factor]:
         ids = group(name, p)
         if ids is None or (not isinstance(ids, Tensor) and not isinstance(ids, Hashable)):
             raise TypeError(
-                f"the grouping gave {ids!r} for {name!r}: it returns a tensor of group ids, or one hashable key for "
-                "the whole tensor, such as the name."
+                f"the grouping returned {ids!r} for {name!r}; it must return a tensor of group ids, or one hashable "
+                "key for the whole tensor, such as the name."
             )
         if not isinstance(ids, Tensor):
             if ids not in shared:
@@ -358,7 +366,7 @@ def _grouped(group: Grouping, parameters: Mapping[str, Tensor]) -> list[Factor]:
                 f"the group ids of {name!r} have shape {tuple(ids.shape)}, which does not broadcast to the "
                 f"parameter's {tuple(p.shape)}."
             )
-        _, dense = torch.unique(ids, return_inverse=True)  # gaps in the ids would be numbers that belong to nothing
+        _, dense = torch.unique(ids, return_inverse=True)  # a gap in the ids would be a value without weights
         index = Index(p.shape, dense.to(p.device), int(dense.max()) + 1)
         factors.append(Factor(name, {name: index}, _ones(index.size, p)))
     return factors

@@ -1,4 +1,4 @@
-"""One process among several that share the work: sums over ranks, and what each rank holds of the parameters."""
+"""Several processes that train together: sums over the ranks, and the part of the parameters that each rank holds."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 from shaver.shards import is_sharded, joined, local, mesh_group, row_numbers, rows_of, scattered, zeros_for
 
-#: Tensors smaller than this many numbers travel together, in one message.
+#: Tensors with fewer elements than this are sent together, in one message.
 SMALL = 2**18
-#: Numbers in one such message at most.
+#: The largest number of elements in such a message.
 BUCKET = 2**22
 
 
 class Ranks:
-    """The processes whose samples make up one batch. ``Ranks()`` is a process on its own.
+    """The processes whose samples make up one batch. ``Ranks()`` is a single process.
 
-    Every method is a collective: all ranks call it, in the same order.
+    Every method is a collective: all ranks must call it, in the same order.
 
     Args:
-        group: A process group, or None for a process on its own.
+        group: A process group, or None for a single process.
 
     Attributes:
-        size: How many processes.
-        rank: Which of them this is.
+        size: Number of processes.
+        rank: Index of this process.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -35,7 +35,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def __bool__(self) -> bool:
-        """Whether there is anybody to talk to."""
+        """Whether there is more than one process."""
         return self.size > 1
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
@@ -61,7 +61,7 @@ class Ranks:
         return [float(number) for number in packed.tolist()]
 
     def range(self, least: float, most: float) -> tuple[float, float]:
-        """The least of the one and the most of the other over the ranks."""
+        """The minimum of ``least`` and the maximum of ``most`` over the ranks."""
         if not self:
             return least, most
         packed = torch.tensor([least, -most], dtype=torch.float64, device=self._device())
@@ -69,7 +69,7 @@ class Ranks:
         return float(packed[0]), -float(packed[1])
 
     def share(self, value: Any) -> Any:
-        """The first rank's value (anything that can be pickled, between processes of one run) on every rank."""
+        """The first rank's value, on every rank. It is pickled between the processes of one run."""
         if not self:
             return value
         box = [value]
@@ -77,7 +77,7 @@ class Ranks:
         return box[0]
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank has called this."""
         if self:
             dist.barrier(group=self.group)
 
@@ -86,14 +86,14 @@ class Ranks:
         return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-#: A process on its own.
+#: A single process.
 ALONE = Ranks()
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
-    """The network inside ``DistributedDataParallel`` and the ranks that train it, also if they share its parameters.
+    """The network inside ``DistributedDataParallel``, and the ranks that train it, also if it is sharded over them.
 
-    A plain network is alone.
+    A plain network is returned with ``ALONE``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}.")
@@ -103,41 +103,41 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
         return inner, Ranks(model.process_group)
     if isinstance(model, nn.DataParallel):
         raise TypeError(
-            "torch.nn.DataParallel runs copies of the network that cannot be measured; use DistributedDataParallel "
-            "under torchrun, or the plain network."
+            "torch.nn.DataParallel runs copies of the network, whose curvature cannot be measured; use "
+            "DistributedDataParallel under torchrun, or the plain network."
         )
     group = mesh_group(model)
     return model, ALONE if group is None else Ranks(group)
 
 
 class HeldParameters:
-    """What a rank holds of each parameter, here all of it: squares are summed over the ranks at the end of a step.
+    """Parameters that every rank holds whole. Squares are summed over the ranks at the end of a step.
 
     Args:
         parameters: The trainable parameters, by name.
         ranks: The processes that train them.
     """
 
-    #: Whether each rank holds some rows only. Adding squares and totals are collectives then.
+    #: Whether each rank holds only some rows. If so, :meth:`own` and :meth:`total` are collectives.
     is_sharded = False
 
     def __init__(self, parameters: Mapping[str, Tensor], ranks: Ranks) -> None:
         self.parameters, self.ranks = dict(parameters), ranks
 
     def rows(self) -> dict[str, Tensor]:
-        """The parameters' values that this rank holds."""
+        """The values of the parameters that this rank holds."""
         return dict(self.parameters)
 
     def zeros(self, name: str) -> Tensor:
-        """Zeros for those of one parameter, in at least single precision."""
+        """Zeros shaped like this rank's values of a parameter, in at least single precision."""
         return zeros_for(self.parameters[name])
 
     def own(self, name: str, squares: Tensor) -> Tensor:
-        """What this rank keeps of a parameter's squares."""
+        """This rank's part of a parameter's squares."""
         return squares
 
     def total(self, *sums: float) -> list[float]:
-        """Sums over the values that this rank holds, as sums over all values."""
+        """Sums over all values, from sums over the values that this rank holds."""
         return list(sums)
 
     def gather(self, sums: dict[str, Tensor], unit: float, loss: str, count: int) -> None:
@@ -145,9 +145,9 @@ class HeldParameters:
 
         Args:
             sums: By parameter name.
-            unit: What a square counts on this rank.
-            loss: The loss's reduction, for the message.
-            count: This rank's samples, likewise.
+            unit: Scale of the squares on this rank.
+            loss: Reduction of the loss, for the error message.
+            count: Number of samples on this rank, for the error message.
         """
         self._divide(sums, unit)
         self.ranks.sum_([sums[name] for name in self.parameters])
@@ -158,11 +158,11 @@ class HeldParameters:
             sums[name] = sums[name].div_(unit).to(zeros.dtype) if name in sums else zeros
 
     def prior_of(self, prior: Any, for_rows: bool) -> Any:
-        """A prior made for this rank: unchanged, because it holds everything."""
+        """The prior for this rank's values: unchanged, because this rank holds all of them."""
         return prior
 
     def decide_together(self, values: Sequence[Tensor]) -> None:
-        """Make the first rank's values everybody's."""
+        """Copy the first rank's values to every rank."""
         self.ranks.copy_(values)
 
     def saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,13 +170,13 @@ class HeldParameters:
         return {name: joined(value, self.parameters[name]) for name, value in values.items()}
 
     def loaded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What :meth:`saved` gave, back on this rank."""
+        """This rank's part of what :meth:`saved` returned."""
         rows = {name: rows_of(value, self.parameters[name]) for name, value in values.items()}
         return {name: value.to(self.parameters[name].device, copy=True) for name, value in rows.items()}
 
 
 class ShardedParameters(HeldParameters):
-    """Some rows of each parameter (FSDP2): squares are summed and scattered as each layer's gradient arrives."""
+    """Parameters of which each rank holds some rows (FSDP2). Squares are summed and scattered layer by layer."""
 
     is_sharded = True
 
@@ -193,37 +193,37 @@ class ShardedParameters(HeldParameters):
         return self.ranks.total(*sums)
 
     def gather(self, sums: dict[str, Tensor], unit: float, loss: str, count: int) -> None:
-        """The sums are those of all ranks already, so that one unit has to be right for all.
+        """Divide by ``unit``. The sums are over all ranks already, so all ranks need the same unit.
 
         Raises:
-            ValueError: The ranks have different numbers of samples, and the loss is a mean over each one's own.
+            ValueError: The units differ: each rank's loss is a mean over a different number of samples.
         """
         (total,) = self.ranks.total(unit)
         if not math.isclose(total, unit * self.ranks.size, rel_tol=1e-9):
             raise ValueError(
-                f'with sharded parameters loss="{loss}" needs as many samples on every rank ({count} here); use '
-                'loss="auto".'
+                f'with sharded parameters loss="{loss}" needs the same number of samples on every rank ({count} on '
+                'this one); use loss="auto".'
             )
         self._divide(sums, unit)
 
     def prior_of(self, prior: Any, for_rows: bool) -> Any:
-        """The prior of this rank's rows; one that was made for them is it already."""
+        """The prior for this rank's rows; unchanged if it was made for them."""
         if for_rows:
             return prior
         return prior.of_rows({name: row_numbers(p) for name, p in self.parameters.items()}, self.ranks)
 
     def decide_together(self, values: Sequence[Tensor]) -> None:
-        """Nothing: each rank decides on its own rows."""
+        """Do nothing: each rank decides about its own rows."""
 
 
 def held_parameters(parameters: Mapping[str, Tensor], ranks: Ranks) -> HeldParameters:
-    """What this rank holds of some parameters."""
+    """The adapter for these parameters: whole on every rank, or sharded."""
     kind = ShardedParameters if any(is_sharded(p) for p in parameters.values()) else HeldParameters
     return kind(parameters, ranks)
 
 
 class _Message:
-    """One tensor, or several small ones side by side."""
+    """One tensor, or several small ones concatenated."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -232,7 +232,7 @@ class _Message:
 
     @torch.no_grad()
     def deliver(self) -> None:
-        """Write what came back into the tensors."""
+        """Write the received content into the tensors."""
         if self.content is self.tensors[0]:
             return
         parts = torch.split(self.content, [t.numel() for t in self.tensors])

@@ -1,18 +1,18 @@
-"""Positions that stay when part of a network is removed, and the slices of tensors that belong to them."""
+"""The positions that are kept when part of a network is removed, and the matching slices of tensors."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-#: Dimension → the positions along it that stay, in ascending order.
+#: Dimension → the kept positions along it, in ascending order.
 Dims = Mapping[int, Tensor]
-#: Tensor name → what stays of it; tensors that are absent stay whole.
+#: Tensor name → what is kept of it; tensors that are absent are kept whole.
 Selection = Mapping[str, Dims]
 
 
 def take(tensor: Tensor, dims: Dims | None) -> Tensor:
-    """The part of a tensor that stays, a copy in the same memory format; the tensor itself where nothing goes.
+    """The kept part of a tensor: a copy in the same memory format, or the tensor itself if nothing is removed.
 
     Example:
         >>> take(torch.arange(6).reshape(2, 3), {1: torch.tensor([0, 2])})

@@ -1,4 +1,4 @@
-"""How SpaM learns δ: its settings, those for fine-tuning, and the paper's. Imports no torch: help starts at once."""
+"""SpaM's settings: the defaults, those for fine-tuning, and the paper's. Imports no torch, so ``--help`` is fast."""
 
 import math
 import warnings
@@ -8,34 +8,39 @@ from typing import Any
 
 from shaver.naming import check_count, check_name, check_number, shown
 
-#: log δ is kept between these: a weight the data know nothing about would have δ = 0, an irrelevant one δ = ∞.
+#: Lowest and highest log δ. Without bounds, δ would be 0 for a weight without curvature and ∞ for an irrelevant one.
 LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How SpaM learns δ. The defaults were measured; see the documentation's page on defaults.
+    """How SpaM learns δ. The defaults were chosen by measurement; see the page on defaults in the documentation.
+
+    Some settings apply only when δ is learned online (during training steps), others only when it is learned by
+    epochs (``online=False``).
 
     Attributes:
-        source: Where H comes from: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
-        online: Learn from training's own passes. False is the paper's way: a pass over the data every ``frequency``
-            epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
-        every: Online: steps between curvature measurements; four times as many while no update of δ is near. None: 10,
-            or fewer where updates are closer than 50 steps.
-        decay: Online: decay of the moving average of H, per measurement.
-        update: Online: steps between two updates of δ. None: 50, or fewer in a training so short that there would be
-            less than five updates.
-        burn_in: Share of ``total_steps`` (by epochs: the number of epochs) before the first update of δ.
-        freeze: Share of ``total_steps`` after which δ stays as it is, so that the weights settle.
-        shrink: How much of the posterior mean's move is made at each update of δ: 1 all, ½ half in log θ, 0 none.
-        proximal: The prior as a proximal step after the optimizer's, stable for every δ; False adds δθ/N to the
-            gradient, as in the paper.
-        frequency: By epochs: epochs between two updates.
-        method: ``"fixed_point"`` or ``"gradient"``, the paper's 100 steps of Adam on log δ.
-        temperature: T: the likelihood counts 1/T times, in H and against the prior.
+        source: How H is estimated: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
+        online: Measure H during the training steps. False is the paper's way: a separate pass over the data every
+            ``frequency`` epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
+        every: Online: steps between curvature measurements; four times as many while no update of δ is near.
+            Default: 10, or fewer if δ is updated more often than every 50 steps.
+        decay: Online: decay of the moving average of H, per curvature measurement.
+        update: Online: steps between updates of δ. Default: 50, or fewer if a short training would otherwise have
+            fewer than five updates.
+        burn_in: Share of ``total_steps`` before the first update of δ. By epochs: number of epochs.
+        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
+        shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
+            log θ, 0 not at all.
+        proximal: Apply the prior as a proximal step after the optimizer's step; this is stable for every δ. False
+            adds δθ/N to the gradient, as in the paper.
+        frequency: By epochs: epochs between updates of δ.
+        method: How δ is updated: ``"fixed_point"``, or ``"gradient"`` for the paper's 100 Adam steps on log δ.
+        temperature: T: the likelihood counts 1/T times, both in H and in the loss.
         initial_precision: δ before the first update.
         bounds: Lowest and highest log δ.
-        loss: ``"mean"``, ``"sum"`` or ``"auto"``: see :class:`shaver.curvature.OnlineCurvature`. By epochs: a mean.
+        loss: Reduction of the training loss: ``"mean"``, ``"sum"`` or ``"auto"``, see
+            :class:`shaver.curvature.OnlineCurvature`. By epochs it must be a mean.
     """
 
     source: str = "mc"
@@ -82,39 +87,40 @@ class Settings:
             )
 
     def pace(self, total_steps: int | None) -> tuple[int, int]:
-        """``every`` and ``update`` for a training of so many steps, with a warning if δ would never be updated."""
+        """``every`` and ``update`` for a training of ``total_steps``. Warns if δ would never be updated."""
         update = self.update or 50
         if self.update is None and total_steps is not None:
             update = max(1, min(update, int((self.freeze - self.burn_in) * total_steps / 5)))
         if total_steps is not None and int(self.freeze * total_steps / update) * update <= self.burn_in * total_steps:
             warnings.warn(
                 f"δ will not be updated in {total_steps} steps with update={update}, burn_in={self.burn_in:g} and "
-                f"freeze={self.freeze:g}, so that SpaM does nothing; leave update= out, or train longer.",
+                f"freeze={self.freeze:g}, so SpaM has no effect; leave update= out, or train longer.",
                 stacklevel=3,
             )
         return self.every or max(1, min(10, update // 5)), update
 
 
-#: While δ burns in or is frozen, measurements are this many times rarer: H is needed at the next update or at the end.
+#: Curvature is measured this many times less often during burn-in and after the freeze. There H is needed only at the
+#: next update or at the end.
 IDLE = 4
 
-#: For pretrained weights. The prior stays in the gradient, where Adam bounds its step. A weight without a gradient,
-#: such as the embedding of an unused word, would lose its pretrained value in the proximal step, because Adam's step
-#: size for it is large. The posterior mean's move is off as well: δ from a few samples is noisy, each rise moves
-#: weights towards zero, and no fall moves them back.
+#: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be
+#: very large for a weight without a gradient, such as the embedding of an unused word, and would erase what was
+#: pretrained. Shrinking to the posterior mean would too: δ from a few samples is noisy, each rise of δ shrinks weights,
+#: and a later fall does not restore them.
 FINE_TUNING = Settings(shrink=0.0, proximal=False)
 
 #: For Kronecker curvature, which is learned by epochs.
 KRONECKER = Settings(online=False, source="ggn", burn_in=0, shrink=0.0)
 
-#: The paper's algorithm: GGN after every epoch, 100 steps of Adam on log δ, the prior as a gradient.
+#: The paper's algorithm: GGN after every epoch, 100 Adam steps on log δ, the prior as a gradient.
 PAPER = Settings(
     source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean"
 )
 
 
 def settings_for(structure: str, settings: Settings | None, options: Mapping[str, Any]) -> Settings:
-    """The settings of a SpaM: those given, else the structure's own, changed by the options."""
+    """The settings of one SpaM: ``settings``, or the defaults for the structure, changed by ``options``."""
     if settings is not None and not isinstance(settings, Settings):
         raise TypeError(f"settings must be shaver.settings.Settings(…), not {shown(settings)}.")
     for name in options:

@@ -1,7 +1,7 @@
-"""Parameters that are spread over ranks (FSDP2): this rank's rows of them, and the way to and from the whole.
+"""Parameters that are sharded over ranks (FSDP2): this rank's rows, and conversion from and to whole tensors.
 
-``fully_shard`` makes every parameter a ``DTensor``. What SpaM does to a weight needs that weight alone, so it works
-on the local rows; only the squares of gradients have to be summed over the ranks, each of which keeps its rows.
+``fully_shard`` makes every parameter a ``DTensor``. SpaM treats each weight on its own, so it works on the local rows.
+Only the squares of gradients must be summed over the ranks; each rank keeps its rows of the sum.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows, sharing their memory; a plain tensor is its own."""
+    """This rank's rows, sharing their memory; a plain tensor is returned as it is."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def scattered(squares: Tensor, like: Tensor) -> Tensor:
-    """The sum of all ranks' ``squares``, of which this rank keeps the rows it has of ``like``. A collective."""
+    """This rank's rows of the sum of all ranks' ``squares``, sharded like ``like``. A collective."""
     if not is_sharded(like):
         return squares
     partial: Any = DTensor.from_local(squares, like.device_mesh, [Partial()])  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def scattered(squares: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows of a tensor that every rank has whole and that is laid out as ``like``, or has its rows."""
+    """This rank's rows of a whole tensor that has the shape, or the number of rows, of ``like``."""
     if is_sharded(whole):
         return local(whole)
     if not is_sharded(like) or whole.shape not in (like.shape, like.shape[:1]):
@@ -45,7 +45,7 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def joined(rows: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows as part of a ``DTensor`` that is laid out as ``like``, or has its rows; no copy, no message."""
+    """A ``DTensor`` of this rank's rows, sharded like ``like``, with its shape or one value per row. No messages."""
     if not is_sharded(like) or rows.shape not in (local(like).shape, local(like).shape[:1]):
         return rows
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def joined(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def gathered(state: Any) -> Any:
-    """A nested state with every ``DTensor`` made whole. A collective: all ranks call it."""
+    """A nested state with every ``DTensor`` made whole. A collective: all ranks must call it."""
     if isinstance(state, Tensor):
         return state.full_tensor() if is_sharded(state) else state  # type: ignore[attr-defined]
     if isinstance(state, Mapping):
@@ -65,9 +65,9 @@ def gathered(state: Any) -> Any:
 
 
 def whole_copy(model: nn.Module) -> nn.Module:
-    """The network with whole parameters and without hooks, for a few samples; holds all weights. A collective.
+    """A copy of the network with whole parameters and without hooks. It needs memory for all weights. A collective.
 
-    FSDP refuses ``copy.deepcopy``. Modules are copied shallowly, with parameters gathered, everything else shared.
+    FSDP refuses ``copy.deepcopy``, so modules are copied shallowly: parameters are gathered, everything else is shared.
     """
     weights: dict[int, nn.Parameter] = {}
     for p in model.parameters():
@@ -93,10 +93,10 @@ def whole_copy(model: nn.Module) -> nn.Module:
 
 
 def mesh_group(model: nn.Module) -> Any:
-    """The process group over which a model's parameters are sharded; None where they are not.
+    """The process group over which a model's parameters are sharded; None if they are not.
 
     Raises:
-        ValueError: Some are sharded and some are not, or over more than one dimension of a mesh.
+        ValueError: Only some are sharded, or they are sharded over several meshes or mesh dimensions.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     sharded = [p for p in trained if is_sharded(p)]
@@ -114,24 +114,24 @@ def mesh_group(model: nn.Module) -> Any:
 
 
 def check_settings(prior: object, settings: Any) -> None:
-    """Refuse what needs more than a rank's own rows and sums over them.
+    """Refuse settings that need more than a rank's own rows and sums over them.
 
     Raises:
-        ValueError: With the setting that would work.
+        ValueError: The settings do not work; the message names those that do.
     """
     if callable(prior) or not settings.online or settings.method != "fixed_point" or settings.source != "ef":
         raise ValueError(
-            "with sharded parameters SpaM learns a prior that has a name online by fixed point from "
-            f'source="ef"; this is prior={prior!r}, online={settings.online}, method={settings.method!r}, '
-            f"source={settings.source!r}. DistributedDataParallel takes all of them."
+            'with sharded parameters SpaM needs a named prior, online=True, method="fixed_point" and source="ef"; this '
+            f"is prior={prior!r}, online={settings.online}, method={settings.method!r}, source={settings.source!r}. "
+            "DistributedDataParallel supports all settings."
         )
 
 
 def row_numbers(parameter: Tensor) -> Tensor:
-    """Which rows of a sharded parameter this rank has.
+    """The indices of this rank's rows of a sharded parameter.
 
     Raises:
-        ValueError: It is sharded along another dimension.
+        ValueError: The parameter is sharded along another dimension.
     """
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if not placements[0].is_shard(0):

@@ -1,6 +1,6 @@
-"""SpaM: the object a user attaches to their own training loop, so that the prior is learned while the weights are.
+"""SpaM: an object for the user's own training loop that learns the prior while the weights are trained.
 
-The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ; δ follows the evidence at the current weights and curvature.
+The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ. δ maximises the evidence at the current weights and curvature.
 """
 
 import math
@@ -31,7 +31,7 @@ from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, c
 
 
 class SpaM:
-    """Sparsifiability via the marginal likelihood, in anybody's training loop.
+    """Sparsifiability via the marginal likelihood (SpaM), for any training loop.
 
     Example:
         >>> spam = SpaM(model, data_size=len(train_set), total_steps=30 * len(loader))
@@ -42,25 +42,25 @@ class SpaM:
         ...         loss.backward()
         ...         spam.step(optimizer)
         >>> spam.posterior.precision()        # for OPD
-        >>> spam.close()                      # takes the hooks off the model
+        >>> spam.close()                      # removes the hooks from the model
 
     Args:
         model: The network; its trainable parameters get a prior.
         data_size: N, the number of training samples.
         prior: ``"parameter"``, ``"unit"``, ``"layer"``, ``"scalar"`` or a grouping function.
         structure: ``"diag"``, or ``"kron"`` (learned by epochs).
-        likelihood: ``"classification"``, ``"regression"`` or your own. For a regression differentiate
-            ``spam.loss(outputs, targets)``, so that its noise can be learned too.
-        total_steps: How many steps training will take; lets δ burn in and freeze at the right time. None: neither.
-        seed: For the labels that MC draws.
-        outputs: From what the model returns to its outputs, where that is neither a tensor nor has ``.logits``.
-        group: The process group whose ranks each hold part of a batch, where the model does not tell:
-            ``DistributedDataParallel`` does.
-        settings: Everything else; ``SpaM(model, n, shrink=0.5)`` changes one of them.
+        likelihood: ``"classification"``, ``"regression"`` or your own. For a regression, call ``backward`` on
+            ``spam.loss(outputs, targets)``, so that the noise is learned too.
+        total_steps: Number of steps of the whole training. Burn-in and freeze of δ need it. Default None: neither.
+        seed: Seed of the labels that MC samples.
+        outputs: A function from what the model returns to its outputs. Needed if the model returns neither a tensor
+            nor an object with ``.logits``.
+        group: The process group whose ranks each hold part of a batch. Not needed for ``DistributedDataParallel``.
+        settings: All other settings. Single ones can be passed by name: ``SpaM(model, n, shrink=0.5)``.
 
     Attributes:
-        prior: The prior; ``prior.delta()`` are the precisions.
-        updates: How often δ has been updated.
+        prior: The prior; ``prior.delta()`` gives the precisions.
+        updates: Number of updates of δ so far.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SpaM:
         self._held = held_parameters(self.theta, self.ranks)
         if self._held.is_sharded:
             check_settings(prior, settings)
-        for_rows = prior == "parameter"  # that one is as large as the network: each rank makes its own rows
+        for_rows = prior == "parameter"  # as large as the network, so each rank makes only its own rows
         weights = self._held.rows() if for_rows else self.theta
         made = make_prior(prior, weights, init=settings.initial_precision, bounds=settings.bounds)
         self.prior = self._held.prior_of(made, for_rows)
@@ -126,7 +126,7 @@ class SpaM:
             self._set_pace()
 
     def __repr__(self) -> str:
-        """What is learned, how far it is, and what it has found."""
+        """The model, the prior, the progress and the current statistics."""
         weights = sum(p.numel() for p in self.theta.values())
         steps = f"{self.steps:,}" + (f" of {self.total_steps:,}" if self.total_steps is not None else "")
         measured = "by epochs" if self.online is None else f"{self.online.measurements:,} curvature measurements"
@@ -143,14 +143,14 @@ class SpaM:
     # In the loop -----------------------------------------------------------------------------------------------
 
     def step(self, *optimizers: Optimizer, scaler: Any = None, closure: Callable[[], Any] | None = None) -> Any:
-        """``optimizer.step()`` with the prior, and, now and then, an update of δ.
+        """Take ``optimizer.step()`` with the prior; update δ when it is due.
 
         Args:
-            optimizers: The optimizer, or several that share the model's parameters.
-            scaler: A ``torch.amp.GradScaler``: ``scaler.step(optimizer)`` is called instead; call
-                ``scaler.update()`` afterwards as always.
-            closure: For one optimizer that evaluates the loss itself, such as L-BFGS: ``optimizer.step(closure)`` is
-                called, and what it returns is returned. L-BFGS minimises the loss with the prior in it.
+            optimizers: The optimizer, or several optimizers that each hold part of the model's parameters.
+            scaler: A ``torch.amp.GradScaler``: then ``scaler.step(optimizer)`` is called. Call ``scaler.update()``
+                afterwards as usual.
+            closure: For one optimizer that evaluates the loss itself, such as L-BFGS. Calls
+                ``optimizer.step(closure)`` and returns its result. L-BFGS minimises the loss including the prior.
         """
         if not optimizers:
             raise TypeError("spam.step(optimizer) needs the optimizer whose step it takes.")
@@ -159,13 +159,16 @@ class SpaM:
         self._check(optimizers)
         if closure is not None:
             if len(optimizers) > 1 or scaler is not None:
-                raise TypeError("closure= goes with one optimizer and without a scaler.")
+                raise TypeError(
+                    f"closure= works with one optimizer and no scaler, not with {len(optimizers)} optimizers"
+                    f"{' and a scaler' if scaler is not None else ''}."
+                )
             objective = Objective(self, optimizers[0], closure)
             result = optimizers[0].step(objective)
             objective.finish()
             return result
         if needs := [type(o).__name__ for o in optimizers if isinstance(o, LBFGS)]:
-            raise TypeError(f"{needs[0]} evaluates the loss itself: spam.step(optimizer, closure=closure).")
+            raise TypeError(f"{needs[0]} evaluates the loss itself: call spam.step(optimizer, closure=closure).")
         scaled = scaler is not None and scaler.is_enabled()
         strength = self.observe(float(scaler.get_scale()) if scaled else None)
         for optimizer in optimizers:
@@ -179,13 +182,14 @@ class SpaM:
         return None
 
     def attach(self, *optimizers: Any, scale: Callable[[], float | None] | None = None) -> None:
-        """From now on ``optimizer.step()`` is ``spam.step(optimizer)``, whoever calls it, until :meth:`close`.
+        """Make every ``optimizer.step()`` act as ``spam.step(optimizer)``, until :meth:`close`.
 
-        For trainers that step the optimizer themselves, with a closure or without.
+        For trainers that call ``optimizer.step()`` themselves, with or without a closure.
 
         Args:
-            optimizers: Torch optimizers, or accelerate's wrappers of them. Each one's step counts as a step.
-            scale: Asked at every step: the loss scale of mixed precision, or None. Accelerate's is known.
+            optimizers: Torch optimizers, or accelerate's wrappers of them. Each optimizer's step counts as one step.
+            scale: A function that returns the loss scale of mixed precision, or None; called at every step. Not
+                needed for accelerate.
         """
         inner = [inner_optimizer(given) for given in optimizers]
         self._check(inner)
@@ -194,7 +198,7 @@ class SpaM:
                 self._attached[id(optimizer)] = Attachment(self, optimizer, scale or scale_of(given))
 
     def observe(self, scale: float | None = None) -> float:
-        """Record the curvature from the current gradients. Returns what a unit of δ counts in the loss."""
+        """Record the curvature from the current gradients. Returns the factor of the prior in the loss."""
         weight = 1.0
         if self.online is not None:
             self.online.step(scale)
@@ -221,15 +225,15 @@ class SpaM:
         if self.online is not None and self._due(self.online):
             self._update(self.online.curvature())
             for optimizer in optimizers:
-                if isinstance(optimizer, LBFGS):  # what it remembers belongs to another objective now
+                if isinstance(optimizer, LBFGS):  # its history belongs to the old objective
                     optimizer.state.clear()
 
     def end_epoch(self, batches: Iterable[Any], **reading: Any) -> None:
-        """By epochs: estimate H over ``batches`` and update δ, when the epoch is one to do so. Online: nothing.
+        """By epochs: estimate H over ``batches`` and update δ, if an update is due. Online: does nothing.
 
         Args:
-            batches: The training data; of several ranks, each gives its own share.
-            reading: ``forward=`` and ``targets=`` for batches of another kind, ``fraction=`` for part of the data.
+            batches: The training data; with several ranks, each rank passes its own share.
+            reading: ``forward=`` and ``targets=`` for other batch layouts, ``fraction=`` for part of the data.
         """
         self.epochs += 1
         if self.online is not None:
@@ -240,7 +244,7 @@ class SpaM:
         self.update(batches, **reading)
 
     def update(self, batches: Iterable[Any], **reading: Any) -> None:
-        """Estimate H over ``batches`` with a pass of its own and update δ, now."""
+        """Estimate H in a separate pass over ``batches`` and update δ now."""
         source = self.settings.source
         found = estimate(
             self.model, batches, self.likelihood, self.structure, source, seed=self.seed + self.updates, **reading
@@ -248,7 +252,7 @@ class SpaM:
         self._update(found.sum_over_ranks(self.ranks))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean negative log likelihood of a batch, under the current noise for a regression."""
+        """The mean negative log likelihood of a batch; for a regression, under the current noise."""
         if not self.steps:
             self.likelihood.check(outputs, targets)
         self.noise.outputs = max(1, outputs[0].numel())
@@ -258,7 +262,7 @@ class SpaM:
         return nll.mean()
 
     def _due(self, online: OnlineCurvature) -> bool:
-        """Whether δ is updated after this step. Without a single measurement it never is, and the user is told."""
+        """Whether δ is updated after this step. Warns once if no curvature has been measured at all."""
         if self.steps % self._between or self._frozen():
             return False
         if self.total_steps is not None and self.steps <= self.settings.burn_in * self.total_steps:
@@ -269,7 +273,7 @@ class SpaM:
         return bool(online.measurements)
 
     def _set_pace(self) -> None:
-        """Measure often while δ is updated, and for as long before the first update as the average remembers."""
+        """Measure often while δ is updated, and before the first update for as long as the average reaches back."""
         if self.online is None:
             return
         idle = self._frozen()
@@ -283,7 +287,7 @@ class SpaM:
 
     @torch.no_grad()
     def _update(self, curvature: Curvature) -> None:
-        """δ to where the evidence is highest, and the weights part of the way to the new posterior mean."""
+        """Move δ to the maximum of the evidence, and the weights part of the way to the new posterior mean."""
         settings, temperature = self.settings, self.settings.temperature
         before, rows = self.prior.snapshot(), self._held.rows()
         with torch.enable_grad():
@@ -302,22 +306,22 @@ class SpaM:
         self._warn_of_empty_matrices(rows)
 
     def _warn_of_empty_matrices(self, rows: dict[str, Tensor]) -> None:
-        """Tell the user when a whole weight matrix has become zero: the network has lost a layer."""
+        """Warn when a whole weight matrix has become zero, because the layer then has no effect."""
         empty = [n for n, w in rows.items() if w.ndim > 1 and w.numel() and n not in self._emptied and not w.any()]
         if empty:
             self._emptied.update(empty)
             warnings.warn(
-                f"every weight of {', '.join(map(repr, empty))} is zero after step {self.steps}, so that the layer "
-                "passes nothing on. The learning rate is too high for the prior, or the data size too small: lower "
-                "the learning rate, or pass shrink=0.",
+                f"every weight of {', '.join(map(repr, empty))} is zero after step {self.steps}, so the layer has no "
+                "effect. The learning rate is too high for the prior, or the data set too small: lower the learning "
+                "rate, or pass shrink=0.",
                 stacklevel=4,
             )
 
-    # What came out ---------------------------------------------------------------------------------------------
+    # Results ---------------------------------------------------------------------------------------------------
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior at the current weights: the newest H and δ. Of this rank's rows, if sharded."""
+        """The posterior at the current weights, from the newest H and δ. If sharded: that of this rank's rows."""
         return Posterior(
             self.curvature,
             self.prior,
@@ -340,9 +344,9 @@ class SpaM:
         return self._curvature
 
     def statistics(self) -> dict[str, float]:
-        """Log evidence, effective number of parameters, share of weights with S > 1, mean log δ; empty before H.
+        """Log evidence, effective number of parameters, share of weights with S > 1, and mean log δ.
 
-        With sharded parameters all ranks have to ask.
+        Empty before the first curvature measurement. With sharded parameters all ranks must call it.
         """
         if not (self._curvature if self.online is None else self.online.measurements):
             return {}
@@ -370,7 +374,7 @@ class SpaM:
         return found | self.noise.statistics()
 
     def close(self) -> None:
-        """Take every hook off the model and the optimizers. The posterior stays available."""
+        """Remove every hook from the model and the optimizers. The posterior stays available."""
         for attachment in self._attached.values():
             attachment.remove()
         self._attached.clear()
@@ -378,28 +382,28 @@ class SpaM:
             self.online.close()
 
     def select(self, kept: Selection) -> None:
-        """The model's tensors have been sliced in place: each weight that stayed keeps its δ and its curvature.
+        """Follow a model whose tensors were sliced in place: each kept weight keeps its δ and its curvature.
 
-        :func:`shaver.structure.remove_units` calls this, between two steps.
+        :func:`shaver.structure.remove_units` calls this between two steps.
 
         Args:
-            kept: Parameter → dimension → the positions that stayed.
+            kept: Parameter → dimension → the kept positions.
         """
         self.theta = trainable_parameters(self.model)
         self._held = held_parameters(self.theta, self.ranks)
         added = {name: p for name, p in self.theta.items() if name not in self.prior.names}
         self.prior = self.prior.select(kept, added, self.settings.initial_precision)
-        self._made_of = []  # δ by parameter is made anew
+        self._made_of = []  # forces δ per parameter to be computed again
         if self.online is not None:
             self.online.select(kept)
         if self._curvature is not None:
             self._curvature = self._curvature.select(kept, added)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as nested dicts of tensors and numbers.
+        """Everything needed to resume, as nested dicts of tensors and numbers.
 
-        Of sharded parameters each tensor is a ``DTensor``, which
-        :func:`shaver.integrations.distributed.full_state_dict` makes whole.
+        With sharded parameters each tensor is a ``DTensor``;
+        :func:`shaver.integrations.distributed.full_state_dict` gathers the whole tensors.
         """
         prior = self.prior.state_dict()
         owners = {f.key: next(iter(f.layouts)) for f in self.prior.factors if not f.ranks}
@@ -420,14 +424,17 @@ class SpaM:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take :meth:`state_dict` back."""
+        """Restore what :meth:`state_dict` returned."""
         values = dict(state["prior"]["values"])
         for factor in self.prior.factors:
             if factor.key in values and not factor.ranks:
                 values[factor.key] = rows_of(values[factor.key], self.theta[next(iter(factor.layouts))])
         self.prior.load_state_dict(state["prior"] | {"values": values})
         if (self.online is None) != (state["online"] is None):
-            raise ValueError("the saved SpaM learned online and this one by epochs, or the other way round.")
+            saved, this = ("by epochs", "online") if state["online"] is None else ("online", "by epochs")
+            raise ValueError(
+                f"the saved SpaM learned {saved} and this one learns {this}: pass online={state['online'] is not None}."
+            )
         if self.online is not None:
             self.online.load_state_dict(state["online"])
         self._curvature = None if state["curvature"] is None else Curvature.from_state_dict(state["curvature"])
@@ -437,7 +444,7 @@ class SpaM:
         self._set_pace()
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:
-        """δ of each parameter, made anew when the prior's numbers have been replaced."""
+        """δ of each parameter, computed again when the prior's values have been replaced."""
         values = [factor.values for factor in self.prior.factors]
         if len(values) != len(self._made_of) or any(a is not b for a, b in zip(values, self._made_of, strict=True)):
             self._made_of, self._delta = values, {p: self.prior.delta_of(name) for name, p in self.theta.items()}

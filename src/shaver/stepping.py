@@ -1,4 +1,4 @@
-"""The prior in an optimizer's step: as a proximal step that is stable for every δ, or as a plain gradient."""
+"""How the prior enters an optimizer's step: as a proximal step, which is stable for every δ, or as a gradient."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,29 +11,29 @@ from torch.optim import SGD, Optimizer
 
 from shaver.shards import local
 
-#: A weight that the proximal step makes smaller than this share becomes zero: subnormal numbers slow a CPU down.
+#: Proximal factors below this become zero. Otherwise weights become subnormal numbers, which slow a CPU down.
 NEGLIGIBLE = 1e-4
-#: Weights below this size become zero now and then, for the same reason: shrinking without a gradient ends there.
+#: Weights below this size are set to zero every few steps, for the same reason.
 VANISHED = 1e-30
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> None:
-    """Refuse optimizers that hold none of the parameters, and warn of weight decay beside the prior.
+    """Refuse optimizers that hold none of the parameters, and warn about weight decay in addition to the prior.
 
     Raises:
-        ValueError: They are another model's.
+        ValueError: The optimizers belong to another model.
     """
     own = {id(p) for p in parameters}
     groups = [g for optimizer in optimizers for g in optimizer.param_groups if any(id(p) in own for p in g["params"])]
     if not groups:
         raise ValueError(
-            f"{', '.join(type(o).__name__ for o in optimizers)} holds no trainable parameter of the model that SpaM "
-            "trains: was the model wrapped, copied or moved after the optimizer was made?"
+            f"{', '.join(type(o).__name__ for o in optimizers)} holds no trainable parameter of SpaM's model: was the "
+            "model wrapped, copied or moved after the optimizer was created? Create the optimizer after that."
         )
     if decay := max(group.get("weight_decay") or 0.0 for group in groups):
         warnings.warn(
-            f"the optimizer has weight_decay={decay:g} and SpaM's prior takes its place, so that weights are pulled to "
-            "zero twice: pass weight_decay=0.0 (AdamW's default is 0.01).",
+            f"the optimizer has weight_decay={decay:g} in addition to SpaM's prior, so weights are pulled to zero "
+            "twice: pass weight_decay=0.0 (AdamW's default is 0.01).",
             stacklevel=4,
         )
 
@@ -42,13 +42,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Iterable[Tenso
 def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: float) -> None:
     """θ ← θ / (1 + η · strength · δ) after the optimizer's step: the proximal step for ½ · strength · θᵀδθ.
 
-    An explicit gradient step diverges where η · strength · δ > 2; this one cannot. η is the effective step size of
-    the optimizer for each weight, see :func:`effective_step`.
+    An explicit gradient step diverges where η · strength · δ > 2; this one cannot. η is the optimizer's effective
+    step size per weight, see :func:`effective_step`.
 
     Args:
-        optimizer: Has just stepped.
-        delta: Parameter → precision, broadcastable; parameters without one are left alone.
-        strength: What a unit of δ counts in the loss that is minimised, 1/N for a mean over N samples.
+        optimizer: The optimizer; its own step has just been taken.
+        delta: Parameter → precision, broadcastable. Parameters without a precision do not change.
+        strength: Factor of the prior in the minimised loss: 1/N for a mean over N samples.
     """
     for group in optimizer.param_groups:
         weights = [p for p in group["params"] if p in delta and p.grad is not None]
@@ -70,17 +70,17 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
 
 @torch.no_grad()
 def clear_vanished(weights: Iterable[Tensor]) -> None:
-    """Set weights that have all but vanished to zero."""
+    """Set weights below ``VANISHED`` to zero."""
     for weight in weights:
         own = local(weight)
         own.masked_fill_(own.abs() < VANISHED, 0.0)
 
 
 def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | Tensor:
-    """How far a constant unit gradient moves a weight in one step, once momentum has built up.
+    """How far a constant unit gradient moves a weight per step, once momentum has built up.
 
-    lr·(1 − dampening)/(1 − momentum) for SGD; lr/(√v̂ + ε) for each weight with Adam and its kin, RMSprop, Adagrad,
-    Adadelta, with v̂ as each of them has it; the learning rate alone for an optimizer of another kind.
+    SGD: lr·(1 − dampening)/(1 − momentum). Adam and its variants, RMSprop, Adagrad and Adadelta: lr/(√v̂ + ε) per
+    weight, with v̂ as each of them defines it. Any other optimizer: its learning rate.
     """
     lr = float(group["lr"])
     momentum = float(group.get("momentum", 0.0))
@@ -107,9 +107,9 @@ def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
 
 @torch.no_grad()
 def add_prior_gradient(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: float) -> None:
-    """∂/∂θ of ½ · strength · θᵀδθ, added to the gradients before the step: weight decay with a δ for each weight.
+    """Add the gradient of ½ · strength · θᵀδθ before the step: weight decay with its own δ per weight.
 
-    SGD diverges where δ is large for its step size, so there δ counts no further than to where a step ends at zero.
+    SGD diverges if δ is too large for its step size. There δ is limited to the value whose step ends at zero.
     Optimizers that normalise their gradients need no such limit.
     """
     for group in optimizer.param_groups:
@@ -122,14 +122,14 @@ def add_prior_gradient(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], str
 
 
 def unscale(optimizer: Optimizer, scaler: Any) -> None:
-    """Give the gradients their true size before something is added to them; once, if that was not done yet."""
+    """Undo the loss scale of the gradients before something is added to them, unless that has been done already."""
     state = scaler._per_optimizer_states[id(optimizer)]["stage"]
     if state.name == "READY":
         scaler.unscale_(optimizer)
 
 
 def take_step(optimizer: Optimizer, scaler: Any = None) -> bool:
-    """The optimizer's own step, through a gradient scaler if there is one. False where the scaler skipped it."""
+    """Take the optimizer's own step, through a gradient scaler if there is one. False if the scaler skipped it."""
     if scaler is None or not scaler.is_enabled():
         optimizer.step()
         return True

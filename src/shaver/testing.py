@@ -1,4 +1,4 @@
-"""Checks for a user's own extensions: one call that says what is wrong."""
+"""Checks of a user's own extensions: one call per extension that says what is wrong."""
 
 import copy
 from collections.abc import Mapping
@@ -22,17 +22,20 @@ def check_criterion(name: str, **options: Any) -> None:
     Example:
         >>> check_criterion("magnitude")
 
-    It must score every prunable weight and nothing else's shape, with numbers and without NaN; give the same scores
-    for the same seed; work from what it declared in ``needs`` alone, in train and in eval mode and for a part of the
-    layers; and leave the model as it found it: weights, buffers, gradients, modes, ``requires_grad``, hooks and the
-    global random state.
+    The criterion must
+
+    - score every prunable weight, in its shape, with floating-point numbers and without NaN;
+    - return the same scores for the same seed;
+    - use only what it declared in ``needs``, and work in train and eval mode and for a part of the layers;
+    - leave the model unchanged: weights, buffers, gradients, modes, ``requires_grad``, hooks and the global random
+      state.
 
     Args:
         name: The criterion's name.
-        **options: Passed to it.
+        **options: Passed to the criterion.
 
     Raises:
-        AssertionError: Says which of these does not hold, and for which network.
+        AssertionError: One of these does not hold; the message says which, and for which network.
     """
     for kind, (model, batches) in _networks().items():
         where = f"criterion {name!r} on the {kind}"
@@ -55,23 +58,23 @@ def check_criterion(name: str, **options: Any) -> None:
 
 
 def check_prior(prior: str | Grouping, model: nn.Module | None = None) -> None:
-    """Check a prior, above all a user's own grouping of weights, with diagonal and Kronecker curvature.
+    """Check a prior, in particular a user's own grouping of weights, with diagonal and Kronecker curvature.
 
     Example:
         >>> def by_kernel(name, parameter):
         ...     return torch.arange(9).reshape(3, 3) if parameter.shape[-2:] == (3, 3) else name
         >>> check_prior(by_kernel)
 
-    The grouping must leave the parameters as they are and depend on their names and shapes alone, or a saved prior
-    would not fit the trained network. Every weight must have a positive, finite precision; learning must raise the
-    evidence at each step, keep within the bounds, and come back from a state dict.
+    The grouping must not change the parameters, and must depend only on their names and shapes. Otherwise a saved
+    prior would not fit the trained network. Every weight must have a positive, finite precision. Learning must raise
+    the evidence at each step and keep δ within the bounds. A state dict must restore the prior.
 
     Args:
-        prior: What :func:`shaver.priors.make_prior` takes.
-        model: A network to check it on; small ones of ours by default.
+        prior: A prior that :func:`shaver.priors.make_prior` accepts.
+        model: The network for the check. Default: two small networks.
 
     Raises:
-        AssertionError: Says which of these does not hold, and for which network.
+        AssertionError: One of these does not hold; the message says which, and for which network.
     """
     models = (
         {"your model": model} if model is not None else {kind: network for kind, (network, _) in _networks().items()}
@@ -151,7 +154,7 @@ def _check_grouping(prior: str | Grouping, named: Mapping[str, Tensor], where: s
     generator = torch.Generator().manual_seed(2)
     other = {n: torch.randn(p.shape, generator=generator).to(p) for n, p in named.items()}
     here, there = make_prior(prior, named), make_prior(prior, other)
-    for factor in here.factors:  # every number another one, so that another grouping gives another precision
+    for factor in here.factors:  # all values differ, so that a different grouping gives a different precision
         factor.values = torch.arange(1.0, factor.values.numel() + 1).to(factor.values).reshape(factor.values.shape)
     try:
         there.load_state_dict(here.state_dict())
@@ -178,11 +181,11 @@ def _check_learning(prior: str | Grouping, named: Mapping[str, Tensor], structur
     again = make_prior(prior, theta, bounds=bounds)
     again.load_state_dict(learned.state_dict())
     for name, delta in learned.delta().items():
-        assert torch.equal(again.delta_of(name), delta), f"{where}: {name!r} does not come back from a state dict."
+        assert torch.equal(again.delta_of(name), delta), f"{where}: a state dict does not restore {name!r}."
 
 
 def _curvature(theta: Mapping[str, Tensor], structure: str) -> Curvature:
-    """Some curvature for these weights, without data."""
+    """Random curvature for these weights, without data."""
     generator = torch.Generator().manual_seed(1)
 
     def covariance(size: int) -> Tensor:
@@ -204,13 +207,13 @@ def _check_scores(model: nn.Module, scores: Mapping[str, Tensor], where: str) ->
         assert name in scores, f"{where}: no score for {name!r}."
         values = scores[name]
         assert values.shape == weight.shape, f"{where}: {name!r} has scores of shape {tuple(values.shape)}."
-        assert values.is_floating_point(), f"{where}: the scores of {name!r} are {values.dtype}, not numbers to rank."
+        assert values.is_floating_point(), f"{where}: the scores of {name!r} are {values.dtype}, not floating point."
         assert not values.isnan().any(), f"{where}: NaN among the scores of {name!r}."
         assert values.data_ptr() != weight.data_ptr(), f"{where}: the scores of {name!r} are the weight itself."
 
 
 def _networks() -> dict[str, tuple[nn.Module, list[tuple[Tensor, Tensor]]]]:
-    """A multilayer perceptron with a dead unit, and a convolution with BatchNorm; both with gradients of their own."""
+    """A perceptron with a dead unit and an existing gradient, and a convolution with BatchNorm."""
     generator = torch.Generator().manual_seed(0)
 
     def data(*shape: int) -> list[tuple[Tensor, Tensor]]:
@@ -240,7 +243,7 @@ def _posterior(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Poster
 
 
 def _footprint(model: nn.Module) -> dict[str, Any]:
-    """Everything a visitor must leave as it was."""
+    """Everything that an extension must leave unchanged."""
     return {
         "weights and buffers": {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
         "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},

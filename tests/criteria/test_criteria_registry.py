@@ -77,7 +77,7 @@ def test_a_weight_that_is_nan_is_named():
     model = nn.Linear(2, 2)
     with torch.no_grad():
         model.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="'magnitude' gave 'weight' 1 scores that are NaN"):
+    with pytest.raises(ValueError, match="'magnitude' returned 1 NaN scores for 'weight'"):
         score(model, "magnitude")
 
 
@@ -128,7 +128,7 @@ DEFECTS = {
     "gradients": (_changes_gradients, ()),
     "buffers": (_changes_statistics, ("batches",)),
     "hooks": (_leaves_hooks, ()),
-    "not numbers to rank": (lambda given: {n: w > 0 for n, w in _scores(given).items()}, ()),
+    "not floating point": (lambda given: {n: w > 0 for n, w in _scores(given).items()}, ()),
     "the weight itself": (lambda given: {n: w.detach() for n, w in given.weights.items()}, ()),
 }
 

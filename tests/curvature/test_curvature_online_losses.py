@@ -113,7 +113,7 @@ def test_a_class_that_is_ruled_out_is_not_taken_for_the_label():
 def test_one_output_is_no_classification():
     model = nn.Linear(3, 1)
     online_for(model)
-    with pytest.raises(ValueError, match="two at least"):
+    with pytest.raises(ValueError, match="at least two classes"):
         F.binary_cross_entropy_with_logits(model(torch.randn(6, 3)), torch.ones(6, 1)).backward()
 
 

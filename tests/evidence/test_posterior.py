@@ -60,11 +60,11 @@ def test_half_precision_weights_are_measured_in_float32():
 
 def test_what_does_not_belong_together_is_named():
     curvature, theta = make_curvature("kron"), make_theta()
-    with pytest.raises(ValueError, match=r"block for 'scale', but the weights have no such name"):
+    with pytest.raises(ValueError, match=r"block for 'scale', which is not among the weights"):
         Posterior(curvature, 1.0, {n: t for n, t in theta.items() if n != "scale"})
     with pytest.raises(ValueError, match=r"'norm.weight' has shape \(3,\), but its curvature has \(4,\)"):
         Posterior(curvature, 1.0, theta | {"norm.weight": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"misses 'conv.bias'.* and has no curvature for 'conv.biass'"):
+    with pytest.raises(ValueError, match=r"lacks 'conv.bias'.* and the curvature lacks 'conv.biass'"):
         Posterior(curvature, {n if n != "conv.bias" else "conv.biass": 1.0 for n in theta}, theta)
     with pytest.raises(ValueError, match=r"precision of 'norm.weight' has shape \(7,\)"):
         Posterior(curvature, dict.fromkeys(theta, 1.0) | {"norm.weight": torch.ones(7)}, theta)

@@ -155,7 +155,7 @@ def test_the_model_is_left_as_found_and_a_loaded_posterior_asks_for_it(tmp_path)
     assert all(p.grad is None for p in model.parameters())
     posterior.save(tmp_path / "posterior")
     loaded = Posterior.load(tmp_path / "posterior")
-    with pytest.raises(ValueError, match=r"does not know its network: pass posterior\.predict\(x, model=model\)"):
+    with pytest.raises(ValueError, match=r"has no network: call posterior\.predict\(x, model=model\)"):
         loaded.predict(x)
     torch.testing.assert_close(loaded.predict(x, model=model).mean, expected)
     with pytest.raises(ValueError, match=r"'sample'.*did you mean 'sampled'"):

@@ -58,7 +58,7 @@ def test_one_process_goes_on_with_what_two_have_saved(results: Path, case: str):
 
 def test_what_needs_more_than_a_rank_s_rows_is_refused(results: Path):
     notes = json.loads((results / "notes-0.json").read_text())
-    assert "a prior that has a name" in notes["own"]
+    assert "a named prior" in notes["own"]
     assert "lambda" in notes["own"]
     assert "source='mc'" in notes["mc"]
     assert "online=False" in notes["kron"]

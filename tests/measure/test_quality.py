@@ -196,7 +196,7 @@ class TestBadData:
             quality(Given(), [(x, y), (bad, y)])
         broken = nn.Linear(3, 3)
         nn.init.constant_(broken.weight, float("nan"))
-        with pytest.raises(ValueError, match="outputs for batch 0 hold NaN or infinity though its inputs do not"):
+        with pytest.raises(ValueError, match="outputs for batch 0 hold NaN or infinity although its inputs do not"):
             quality(broken, [(x, y)])
 
     def test_nan_targets(self):

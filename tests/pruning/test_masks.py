@@ -54,7 +54,7 @@ def test_foreign_and_damaged_files_are_named(model, tmp_path):
 
     path = tmp_path / "m.safetensors"
     save_tensors(path, {"w": torch.ones(2)})
-    with pytest.raises(ValueError, match="written by something else"):
+    with pytest.raises(ValueError, match="another program wrote it"):
         Masks.load(path)
     save_state(path, {"format": "other"})
     with pytest.raises(ValueError, match="does not hold masks"):

@@ -58,7 +58,7 @@ def test_a_run_saved_midway_goes_on_bit_by_bit(kind: str, tmp_path: Any):
 
 def test_a_state_of_the_other_way_of_learning_is_refused():
     online, epochs = SpaM(mlp(), N), SpaM(mlp(), N, online=False)
-    with pytest.raises(ValueError, match="learned online and this one by epochs"):
+    with pytest.raises(ValueError, match="learned online and this one learns by epochs: pass online=True"):
         epochs.load_state_dict(online.state_dict())
-    with pytest.raises(ValueError, match="learned online and this one by epochs"):
+    with pytest.raises(ValueError, match="learned by epochs and this one learns online: pass online=False"):
         online.load_state_dict(epochs.state_dict())

@@ -362,5 +362,5 @@ def test_a_folder_that_is_a_file_is_refused_before_training(tmp_path):
     def forbidden(model, batch):
         raise AssertionError("trained")
 
-    with pytest.raises(NotADirectoryError, match=r"this is a file, and a folder is needed.*run"):
+    with pytest.raises(NotADirectoryError, match=r"this is a file, but a folder is needed.*run"):
         fit(network(), batches(), method="map", epochs=1, folder=tmp_path / "run", forward=forbidden)

@@ -1,4 +1,4 @@
-"""Pruning criteria: each is one function that scores every weight; the lowest scores are pruned first.
+"""Pruning criteria: each is one function that scores every weight. The weights with the lowest scores are pruned first.
 
 Example:
     >>> from shaver import criteria

@@ -8,7 +8,7 @@ from shaver.criteria.scoring import of_weight
 
 @criterion("obd", needs=["posterior"], degree=2)
 def obd(given: Given) -> dict[str, Tensor]:
-    """S_p = ½ H_pp θ_p², the rise of the loss to second order at a minimum of the likelihood."""
+    """S_p = ½ H_pp θ_p²: how much the loss rises, to second order, at its minimum."""
     curvature = given.posterior.curvature.diagonal()
     return {
         name: 0.5 * of_weight(curvature, name, weight, "curvature") * weight.detach().square()

@@ -8,11 +8,11 @@ from shaver.criteria.scoring import of_weight
 
 @criterion("opd", needs=["posterior"], degree=2)
 def opd(given: Given) -> dict[str, Tensor]:
-    """S_p = P_pp θ_p², twice what the Laplace posterior's energy rises by when the weight is set to zero.
+    """S_p = P_pp θ_p²: twice the rise of the negative log posterior when the weight is set to zero.
 
-    P_pp is the exact diagonal of H + δ, for Kronecker-factored curvature too: diag(A) ⊗ diag(G) + δ.
+    P_pp is the exact diagonal of H + δ, also for Kronecker-factored curvature: diag(A) ⊗ diag(G) + δ.
     """
     precision = given.posterior.precision()
     weights = {name: weight.detach() for name, weight in given.weights.items()}
-    # θ twice instead of θ² once: one large temporary less.
+    # Multiplying by θ twice needs one large temporary less than θ².
     return {name: (of_weight(precision, name, w, "precision") * w).mul_(w) for name, w in weights.items()}

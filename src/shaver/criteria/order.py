@@ -1,16 +1,16 @@
-"""The lowest of many numbers, exactly so many, with ties in the order of position."""
+"""The ``count`` lowest values; ties are broken by position."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 def lowest(values: NDArray[np.floating], count: int, threshold: float | None = None) -> NDArray[np.bool_]:
-    """Where the ``count`` lowest values are; of those equal to the highest of them, the first ones in position.
+    """A mask of the ``count`` lowest values. Of equal values, those at the first positions are chosen.
 
     Args:
-        values: Numbers without NaN.
-        count: How many.
-        threshold: The ``count``-th lowest value, where it is known already.
+        values: The values, without NaN.
+        count: The number of values to choose.
+        threshold: The ``count``-th lowest value, if it is known already.
     """
     if count == 0:
         return np.zeros(len(values), dtype=bool)

@@ -1,4 +1,4 @@
-"""Random: independent uniform scores, the baseline that knows nothing."""
+"""Random: independent uniform scores, as a baseline."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from shaver.criteria.registry import Given, criterion
 
 @criterion("random")
 def random(given: Given) -> dict[str, Tensor]:
-    """Uniform numbers from a generator of their own: the same for the same seed, on every device."""
+    """Uniform numbers from a separate generator: the same for the same seed, on every device."""
     generator = torch.Generator().manual_seed(given.seed)
     return {
         name: torch.rand(weight.shape, generator=generator, dtype=torch.float64).to(weight.device)

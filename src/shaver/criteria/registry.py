@@ -1,4 +1,4 @@
-"""The register of pruning criteria: one function each, from what is given to a score for each weight."""
+"""The register of pruning criteria. A criterion is one function that returns a score per weight."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from shaver.batches import Forward, Targets
 from shaver.likelihoods import Likelihood
 from shaver.naming import check_name
 
-#: What a criterion may ask for.
+#: What a criterion may need.
 NEEDS = ("posterior", "batches")
 
 _HOW = {
@@ -21,7 +21,7 @@ _HOW = {
 
 
 class HasDiagonal(Protocol):
-    """The curvature of a posterior, as far as a criterion needs it."""
+    """The part of a curvature that a criterion needs."""
 
     def diagonal(self) -> dict[str, Tensor]:
         """H_pp by parameter name."""
@@ -29,7 +29,7 @@ class HasDiagonal(Protocol):
 
 
 class PosteriorLike(Protocol):
-    """A Laplace posterior, as far as criteria and pruning need it; :class:`shaver.Posterior` is one."""
+    """The part of a Laplace posterior that criteria and pruning need; :class:`shaver.Posterior` has it."""
 
     @property
     def curvature(self) -> HasDiagonal:
@@ -47,15 +47,15 @@ class PosteriorLike(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """Everything a criterion can use. Only what it declared in ``needs`` is sure to be there.
+    """Everything a criterion can use. Only what it declared in ``needs`` is guaranteed to be available.
 
     Attributes:
         model: The network, in eval mode while it is scored.
-        weights: The prunable parameters by name; a criterion returns one score tensor for each.
+        weights: The prunable parameters by name; a criterion returns one score tensor per parameter.
         seed: For criteria that draw random numbers.
         likelihood: Turns outputs and targets into a loss.
-        forward: ``forward(model, batch)``, the outputs.
-        targets: ``targets(batch)``.
+        forward: ``forward(model, batch)`` returns the outputs.
+        targets: ``targets(batch)`` returns the targets.
     """
 
     model: nn.Module
@@ -69,7 +69,7 @@ class Given:
 
     @property
     def posterior(self) -> PosteriorLike:
-        """The posterior; declare ``needs=("posterior",)`` to be sure of it."""
+        """The posterior; available if the criterion declares ``needs=("posterior",)``."""
         if self._posterior is None:
             raise ValueError(f"no posterior was given; pass {_HOW['posterior']}.")
         return self._posterior
@@ -80,7 +80,7 @@ class Given:
         return self._batches is not None
 
     def batches(self) -> Iterable[Any]:
-        """The data, from the beginning. A shuffling loader gives the same order on each call."""
+        """The data, from the start. A shuffling loader gives the same order on each call."""
         if self._batches is None:
             raise ValueError(f"no data were given; pass {_HOW['batches']}.")
         empty = True
@@ -89,10 +89,10 @@ class Given:
                 empty = False
                 yield batch
         if empty:
-            raise ValueError("batches is empty: a criterion that needs data got none.")
+            raise ValueError("batches is empty, but this criterion needs data: pass at least one batch.")
 
     def loss(self, batch: Any) -> tuple[Tensor, int]:
-        """The negative log likelihood of one batch, summed over its samples, and how many they are."""
+        """The negative log likelihood of one batch, summed over its samples, and the number of samples."""
         outputs, targets = self.forward(self.model, batch), self.targets(batch)
         self.likelihood.check(outputs, targets)
         nll = self.likelihood.nll(outputs, targets)
@@ -100,10 +100,11 @@ class Given:
 
 
 class Scores(dict[str, Tensor]):
-    """A score tensor for each prunable parameter, shaped like it.
+    """One score tensor per prunable parameter, shaped like it.
 
     Attributes:
-        degree: The power of the weight that the scores grow with; they are adjusted by it when weights are repaired.
+        degree: The power of the weight in the scores: 1 for |θ|, 2 for P θ². Repair uses it to adjust the scores to
+            the repaired weights.
     """
 
     def __init__(self, scores: Mapping[str, Tensor], degree: int = 1) -> None:
@@ -119,11 +120,11 @@ class Criterion:
     """A registered criterion.
 
     Attributes:
-        name: What a user passes.
+        name: The name that a user passes.
         function: ``function(given, **options) -> {name: score}``.
         needs: A subset of ``("posterior", "batches")``.
-        example_suffices: ``example=`` (one input) may stand in for ``batches``.
-        degree: The power of the weight that the score grows with: 1 for |θ|, 2 for P θ².
+        example_suffices: Whether ``example=`` (one input) may replace ``batches``.
+        degree: The power of the weight in the score: 1 for |θ|, 2 for P θ².
     """
 
     name: str
@@ -133,7 +134,7 @@ class Criterion:
     degree: int = 1
 
     def require(self, posterior: object, batches: object, options: Mapping[str, object]) -> None:
-        """Raise ``ValueError`` for what is needed and missing."""
+        """Raise ``ValueError`` if something that the criterion needs is missing."""
         given = {"posterior": posterior, "batches": batches}
         if self.example_suffices and options.get("example") is not None:
             given["batches"] = options["example"]
@@ -149,7 +150,7 @@ _REGISTER: dict[str, Criterion] = {}
 def criterion(
     name: str, *, needs: Iterable[str] = (), example_suffices: bool = False, degree: int = 1
 ) -> Callable[[CriterionFunction], CriterionFunction]:
-    """Register a function as a pruning criterion; the lowest scores are pruned first.
+    """Register a function as a pruning criterion. The weights with the lowest scores are pruned first.
 
     Example:
         >>> @criterion("prior-energy", needs=["posterior"])
@@ -183,7 +184,7 @@ def register(
         ValueError: The name is taken by another function, or a need is unknown.
     """
     if isinstance(needs, str):
-        raise TypeError(f"needs is a list of names, needs=[{needs!r}], not {needs!r}.")
+        raise TypeError(f"needs must be a list of names, needs=[{needs!r}], not {needs!r}.")
     checked = tuple(check_name("need of a criterion", need, NEEDS) for need in needs)
     old = _REGISTER.get(name)
     if old is not None and (old.function.__module__, old.function.__qualname__) != (
@@ -205,5 +206,5 @@ def names() -> list[str]:
 
 
 def needs(name: str) -> tuple[str, ...]:
-    """What the criterion needs beside the model: a subset of ``("posterior", "batches")``."""
+    """What the criterion needs besides the model: a subset of ``("posterior", "batches")``."""
     return get(name).needs

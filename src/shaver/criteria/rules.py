@@ -15,11 +15,11 @@ def prunable(
 ) -> dict[str, nn.Parameter]:
     """The parameters that may be pruned, by name, in the order of ``model.named_parameters()``.
 
-    The default rule takes parameters with two or more dimensions that their module calls a weight: matrices of linear
-    layers (also the transformers library's ``Conv1D`` and the packed ``in_proj_weight`` of attention), convolution
-    kernels, recurrent weights. Biases, norms, positional tables and class tokens are not pruned, and embeddings are
-    not either, nor an output matrix tied to one: most of their rows see few samples, so that their curvature is small
-    for want of data and not for want of use.
+    The default rule accepts parameters with two or more dimensions whose name contains "weight": matrices of linear
+    layers (including the transformers library's ``Conv1D`` and the packed ``in_proj_weight`` of attention), convolution
+    kernels and recurrent weights. It refuses biases, norm layers, positional tables and class tokens. It also refuses
+    embeddings and output matrices tied to them: most of their rows see few samples, so their curvature is small for
+    lack of data, not because they are unimportant.
 
     Example:
         >>> list(prunable(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), exclude_last=True))
@@ -27,12 +27,12 @@ def prunable(
 
     Args:
         model: The network.
-        rule: ``rule(name, parameter) -> bool`` in place of the default one.
-        exclude_first: Leave out the first parameter the rule accepts.
-        exclude_last: Leave out the last one.
+        rule: ``rule(name, parameter) -> bool`` that replaces the default rule.
+        exclude_first: Leave out the first parameter that the rule accepts.
+        exclude_last: Leave out the last parameter that the rule accepts.
 
     Raises:
-        ValueError: Nothing is left to prune.
+        ValueError: No parameter may be pruned.
     """
     accepts = rule if rule is not None else _weight_rule(model)
     found = [(name, parameter) for name, parameter in model.named_parameters() if accepts(name, parameter)]
@@ -45,13 +45,13 @@ def prunable(
             f"{type(model).__name__} has no prunable weight under "
             + ("the rule given" if rule is not None else "the default rule (weight matrices and kernels)")
             + (" without its first or last layer" if exclude_first or exclude_last else "")
-            + "; rule=lambda name, parameter: … says which parameters may be pruned."
+            + "; pass rule=lambda name, parameter: … to choose the parameters that may be pruned."
         )
     return dict(found)
 
 
 def input_dim(model: nn.Module, name: str) -> int:
-    """Which dimension of a weight runs over the layer's inputs: 1 for most, 0 for transposed ones."""
+    """The dimension of a weight that runs over the layer's inputs: 0 for transposed layers, 1 for all others."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return 0 if isinstance(owner, _TRANSPOSED) or is_transposed_linear(owner) else 1
 
@@ -62,7 +62,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 
 def _weight_rule(model: nn.Module) -> Rule:
-    refused: set[int] = set()  # by identity: a tied weight has several owners, and one refusal is enough
+    refused: set[int] = set()  # by identity: a tied weight is refused if one of its modules refuses it
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Norm" in type(module).__name__:
             refused |= {id(parameter) for parameter in module.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""``score``: one number for each prunable weight, the lowest to be pruned first."""
+"""``score``: one number per prunable weight. The lowest are pruned first."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,29 +37,29 @@ def score(
         >>> {name: tuple(tensor.shape) for name, tensor in scores.items()}
         {'weight': (2, 3)}
 
-    The model is scored in eval mode and left exactly as it was found: weights, buffers, gradients, mode, and the
-    state of the global random generator.
+    The model is scored in eval mode and left unchanged: weights, buffers, gradients, mode, and the state of the global
+    random generator.
 
     Args:
         model: The network.
         criterion: ``"opd"``, ``"obd"``, ``"magnitude"``, ``"snip"``, ``"grasp"``, ``"synflow"``, ``"wanda"``,
             ``"random"`` or a registered one; ``shaver.criteria.needs(criterion)`` says what it needs.
-        posterior: For OPD and OBD.
-        batches: For SNIP, GraSP, Wanda, and the input's shape for SynFlow.
+        posterior: The posterior, for OPD (optimal posterior damage) and OBD (optimal brain damage).
+        batches: The data for SNIP, GraSP and Wanda. SynFlow uses only the shape of the inputs.
         likelihood: The loss of SNIP and GraSP.
-        seed: For ``"random"``.
+        seed: Seed of ``"random"``.
         forward: ``forward(model, batch)`` for batches of another layout.
         targets: ``targets(batch)`` for batches of another layout.
-        rule: What is prunable; see :func:`shaver.criteria.prunable`.
+        rule: Which weights are prunable; see :func:`shaver.criteria.prunable`.
         exclude_first: Do not score the first prunable weight.
-        exclude_last: Do not score the last one.
+        exclude_last: Do not score the last prunable weight.
         **options: Passed to the criterion, such as ``rounds=1`` for SynFlow.
 
     Returns:
-        A score tensor for each prunable parameter, shaped like it.
+        One score tensor per prunable parameter, shaped like it.
 
     Raises:
-        ValueError: The criterion is unknown, what it needs is missing, or its scores are not usable.
+        ValueError: The criterion is unknown, something it needs is missing, or its scores are not usable.
     """
     check_network(model, "score")
     check_count("seed", seed, least=0)
@@ -86,7 +86,7 @@ def score(
 
 @contextmanager
 def differentiable(weights: Mapping[str, nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The weights as a list that autograd follows, frozen ones included; ``requires_grad`` comes back afterwards."""
+    """The weights, including frozen ones, with ``requires_grad`` set. The flags are restored afterwards."""
     flags = [(weight, weight.requires_grad) for weight in weights.values()]
     try:
         with torch.enable_grad():
@@ -99,19 +99,19 @@ def differentiable(weights: Mapping[str, nn.Parameter]) -> Iterator[list[nn.Para
 
 
 def of_weight(values: Mapping[str, Tensor], name: str, weight: Tensor, what: str, *, broadcast: bool = False) -> Tensor:
-    """``values[name]`` of a posterior, or an error that says why it does not belong to the weight.
+    """``values[name]`` of a posterior, or an error that says why it does not fit the weight.
 
     Args:
         values: Tensors by parameter name.
         name: The weight's name.
         weight: The weight.
-        what: What the values are, for the error.
-        broadcast: Any shape that broadcasts to the weight's will do.
+        what: What the values are, for the error message.
+        broadcast: Whether to accept any shape that broadcasts to the weight's shape.
     """
     if name not in values:
         raise ValueError(
             f"the posterior has no {what} for the weight {name!r}: it belongs to another model, or the weight was "
-            "frozen; rule=lambda name, parameter: parameter.requires_grad scores the trained weights alone."
+            "frozen; rule=lambda name, parameter: parameter.requires_grad scores only the trained weights."
         )
     found = values[name]
     sizes = zip(reversed(found.shape), reversed(weight.shape), strict=False)
@@ -119,7 +119,7 @@ def of_weight(values: Mapping[str, Tensor], name: str, weight: Tensor, what: str
     if found.shape != weight.shape and not (broadcast and spreads):
         raise ValueError(
             f"the posterior's {what} for {name!r} has shape {tuple(found.shape)}, the weight {tuple(weight.shape)}: "
-            "it belongs to another model, or to this one before it changed."
+            "the posterior belongs to another model, or the model has changed since."
         )
     return found
 
@@ -127,21 +127,24 @@ def of_weight(values: Mapping[str, Tensor], name: str, weight: Tensor, what: str
 def _checked(criterion: str, weights: Mapping[str, nn.Parameter], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(scores, Mapping):
         raise TypeError(
-            f"criterion {criterion!r} gave {scores!r}; it returns a dict with a score tensor for each of given.weights."
+            f"criterion {criterion!r} returned {scores!r}; it must return a dict with a score tensor for each of "
+            "given.weights."
         )
     result = {}
     for name, weight in weights.items():
         if name not in scores:
-            raise ValueError(f"criterion {criterion!r} gave no score for {name!r}.")
+            raise ValueError(
+                f"criterion {criterion!r} returned no score for {name!r}; it must score each of given.weights."
+            )
         if scores[name].shape != weight.shape:
             raise ValueError(
-                f"criterion {criterion!r} gave {name!r} scores of shape {tuple(scores[name].shape)}, but the weight "
-                f"has shape {tuple(weight.shape)}; a posterior or options of another model?"
+                f"criterion {criterion!r} returned scores of shape {tuple(scores[name].shape)} for {name!r}, which has "
+                f"shape {tuple(weight.shape)}; do the posterior and the options belong to this model?"
             )
         if bool(scores[name].sum().isnan()) and bool(scores[name].isnan().any()):  # the sum needs no memory
             raise ValueError(
-                f"criterion {criterion!r} gave {name!r} {int(scores[name].isnan().sum())} scores that are NaN; "
-                "the weights, the data or the posterior hold NaN or infinity."
+                f"criterion {criterion!r} returned {int(scores[name].isnan().sum())} NaN scores for {name!r}; the "
+                "weights, the data or the posterior hold NaN or infinity."
             )
         result[name] = scores[name].detach()
     return result

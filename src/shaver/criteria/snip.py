@@ -15,7 +15,7 @@ def snip(given: Given) -> dict[str, Tensor]:
 
 
 def mean_gradient(given: Given) -> dict[str, Tensor]:
-    """∂L/∂θ of the prunable weights; ``.grad`` is not touched. A weight that the loss does not use gets zero."""
+    """∂L/∂θ of the prunable weights, zero for a weight that the loss does not use. ``.grad`` does not change."""
     sums = [torch.zeros_like(weight) for weight in given.weights.values()]
     samples = 0
     with differentiable(given.weights) as weights:

@@ -25,20 +25,20 @@ _CHANNEL_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 def synflow(given: Given, *, example: Any = None, rounds: int = 100, sparsity: float = 0.99) -> dict[str, Tensor]:
     """The share of each weight in the flow R of an all-ones input through the linearised network.
 
-    All weights are replaced by their absolute values and biases by zero; norm layers only multiply by |γ| (a
-    BatchNorm's statistics would otherwise turn signs or kill channels) and activation modules are the identity, so
-    that R = 1ᵀ ∏|W| 1. Everything runs in float64 on copies: the model itself is not written to.
+    All weights are replaced by their absolute values and biases by zero. Norm layers only multiply by |γ|, because a
+    BatchNorm's statistics could change signs or zero channels. Activation modules become the identity. Thus
+    R = 1ᵀ ∏|W| 1. Everything runs in float64 on copies; the model itself does not change.
 
-    One round scores once. With more, the lowest are removed along the exponential schedule that keeps the share
-    (1 − ``sparsity``)^(k / rounds) after round k, and the rest is scored again, which is what keeps a layer from
-    being emptied. The score is then the round in which a weight fell, plus its rank within the round: one ranking
-    that serves every sparsity up to ``sparsity``.
+    With one round, weights are scored once. With more rounds, the weights with the lowest scores are removed along an
+    exponential schedule: the share (1 − ``sparsity``)^(k / rounds) is kept after round k, and the kept weights are
+    scored again. This prevents a layer from being removed completely. The score is then the round in which a weight
+    was removed, plus its rank within the round: one ranking for every sparsity up to ``sparsity``.
 
     Args:
-        given: The model, and batches or ``example`` for the shape of an input. Integer inputs (tokens) stay.
-        example: One input, a tuple of inputs, or a dict of keyword arguments, with its batch dimension.
-        rounds: How often to score; 1 is the single shot.
-        sparsity: Where the schedule ends.
+        given: The model, and batches or ``example`` for the shape of the inputs. Integer inputs (tokens) are kept.
+        example: One input, a tuple of inputs, or a dict of keyword arguments, with a batch dimension.
+        rounds: How often the weights are scored. 1 scores once.
+        sparsity: The sparsity at the end of the schedule.
     """
     if rounds < 1 or not 0 <= sparsity < 1:
         raise ValueError(f"synflow takes rounds ≥ 1 and 0 ≤ sparsity < 1, not rounds={rounds}, sparsity={sparsity}.")
@@ -51,7 +51,7 @@ def synflow(given: Given, *, example: Any = None, rounds: int = 100, sparsity: f
 
 
 def _iterate(scores_of: Callable[[list[Tensor] | None], list[Tensor]], rounds: int, sparsity: float) -> list[Tensor]:
-    """Remove round by round; the result ranks the weights by the order of their removal."""
+    """Remove weights round by round. The result ranks the weights by the order of their removal."""
     scores = scores_of(None)
     shapes, device = [s.shape for s in scores], scores[0].device
     total = sum(shape.numel() for shape in shapes)
@@ -63,11 +63,11 @@ def _iterate(scores_of: Callable[[list[Tensor] | None], list[Tensor]], rounds: i
             mask[torch.from_numpy(alive)] = True
             scores = scores_of(_unflatten(mask.to(device), shapes))
         values = torch.cat([s.flatten().cpu() for s in scores]).numpy()[alive]
-        left = round(total * (1 - sparsity) ** (k / rounds)) if k < rounds else 0  # the last round ranks the rest
-        fallen = lowest(values, len(alive) - left)
-        order = np.argsort(values[fallen], kind="stable")
-        ranking[alive[fallen][order]] = k + np.arange(len(order)) / total
-        alive = alive[~fallen]
+        kept = round(total * (1 - sparsity) ** (k / rounds)) if k < rounds else 0  # the last round ranks the rest
+        removed = lowest(values, len(alive) - kept)
+        order = np.argsort(values[removed], kind="stable")
+        ranking[alive[removed][order]] = k + np.arange(len(order)) / total
+        alive = alive[~removed]
     return _unflatten(torch.from_numpy(ranking).to(device), shapes)
 
 
@@ -97,7 +97,7 @@ class _Flow(nn.Module):
         return self._call_network(self.network, self._inputs).sum()
 
     def scores(self, keep: list[Tensor] | None) -> list[Tensor]:
-        """|θ| · ∂R/∂|θ| of each weight, with R over the weights in ``keep`` alone."""
+        """|θ| · ∂R/∂|θ| of each weight, with R over the weights in ``keep`` only."""
         weights = [self._state[name] for name in self._names]
         if keep is not None:
             weights = [weight * mask for weight, mask in zip(weights, keep, strict=True)]
@@ -107,8 +107,8 @@ class _Flow(nn.Module):
             flow = functional_call(self, {f"network.{name}": tensor for name, tensor in state.items()}, ())
             if not bool(flow.isfinite()):
                 raise ValueError(
-                    f"the flow through the network is {flow.item()}: it leaves float64's range. SynFlow needs weights "
-                    "without NaN and a network that is not thousands of layers deep."
+                    f"the flow through the network is {flow.item()}, outside the range of float64. SynFlow needs "
+                    "weights without NaN and a network that is not thousands of layers deep."
                 )
             gradients = torch.autograd.grad(flow, leaves, allow_unused=True)
         return [
@@ -119,7 +119,7 @@ class _Flow(nn.Module):
 
 @contextmanager
 def _linear(model: nn.Module) -> Iterator[None]:
-    """Norms scale by |γ| and activation modules pass their input on, by hooks that are gone afterwards."""
+    """Hooks make norm layers multiply by |γ| and activation modules the identity; they are removed afterwards."""
     handles = []
     for module in model.modules():
         if isinstance(module, _ACTIVATIONS):

@@ -22,11 +22,15 @@ _Add = Callable[[Tensor, Tensor], None]
 def wanda(given: Given) -> dict[str, Tensor]:
     """|W| · ‖x‖₂ with the norm over all samples and positions of all batches.
 
-    Linear layers and the transformers library's ``Conv1D``: the norm of the input feature. Convolutions: of the input
-    entry that the weight meets, so of each input channel *and* kernel position, padding included. Transposed
-    convolutions: of the input channel. ``nn.MultiheadAttention``: of the query, key or value feature, and of the
-    attention's output for its output matrix. Ranked over the whole network, scores of different layers are compared
-    as they are; the authors of Wanda compare within each output (``scope="layer"`` comes nearest).
+    The norm ‖x‖₂ per layer type:
+
+    - Linear layers and the transformers library's ``Conv1D``: of the input feature.
+    - Convolutions: of the inputs that the weight multiplies, so per input channel *and* kernel position, with padding.
+    - Transposed convolutions: of the input channel.
+    - ``nn.MultiheadAttention``: of the query, key or value feature; for the output matrix, of the attention's output.
+
+    A global ranking compares the scores of different layers directly. The authors of Wanda compare only within each
+    output; ``scope="layer"`` is closest to that.
     """
     squares: dict[int, Tensor] = {}
 
@@ -41,8 +45,8 @@ def wanda(given: Given) -> dict[str, Tensor]:
     for name, weight in given.weights.items():
         if id(weight) not in squares:
             raise ValueError(
-                f"wanda knows no input norm for {name!r}: it covers linear, convolution and attention layers that the "
-                "forward pass uses. rule=lambda name, parameter: … leaves the weight out."
+                f"wanda has no input norm for {name!r}: it covers linear, convolution and attention layers that the "
+                "forward pass uses. Pass rule=lambda name, parameter: … to leave this weight out."
             )
         scores[name] = (weight.detach().abs() * squares[id(weight)].sqrt()).to(weight.dtype)
     return scores
@@ -50,7 +54,7 @@ def wanda(given: Given) -> dict[str, Tensor]:
 
 @contextmanager
 def _listening(model: nn.Module, add: _Add) -> Iterator[None]:
-    """Hooks on every layer with a rule, and attention's own layers in the open instead of in a fused kernel."""
+    """Hooks on every supported layer. Attention's fused kernel is off, so that the hooks of its layers run."""
     fused = torch.backends.mha.get_fastpath_enabled()
     handles = []
     for module in model.modules():
@@ -95,7 +99,7 @@ def _kernel_norms(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, squares: Tensor) -> T
 
 
 def _attention(add: _Add) -> Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]:
-    """Packed or separate input matrices, and the output matrix, which attention applies without calling its layer."""
+    """A hook for packed or separate input matrices and the output matrix, which attention uses without calling it."""
     inside = False
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _output: Any) -> None:

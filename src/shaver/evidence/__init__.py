@@ -1,4 +1,4 @@
-"""The evidence for a prior, the posterior under it, and how δ and the noise are learned from it."""
+"""The posterior of the weights, the evidence of the prior, and learning δ and the noise from the evidence."""
 
 from shaver.evidence.improve import improve, optimal_precision, shrink_factor
 from shaver.evidence.noise import improve_noise

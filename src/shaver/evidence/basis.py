@@ -2,9 +2,9 @@
 
 A diagonal block is its own basis. For a Kronecker block A ⊗ G with A = Q_A Λ_A Q_Aᵀ and G = Q_G Λ_G Q_Gᵀ the
 eigenvalues are λ_G λ_Aᵀ as an (out, in) matrix. One δ for the whole parameter adds to them exactly. Any other
-diagonal δ is projected by the paper's Proposition 1 onto mat(δ̂) = (Q_Gᵀ)² mat(δ) Q_A², the diagonal in the
-eigenbasis nearest to diag(δ) in the Frobenius norm. No Kronecker product is ever formed. A unit prior's mat(δ) = b aᵀ
-has rank one, and matrix-vector products do.
+diagonal δ is projected by the paper's Proposition 1 to mat(δ̂) = (Q_Gᵀ)² mat(δ) Q_A², the diagonal in the eigenbasis
+nearest to diag(δ) in the Frobenius norm. No Kronecker product is ever formed. For a unit prior, mat(δ) = b aᵀ has rank
+one, so matrix-vector products are enough.
 """
 
 from abc import ABC, abstractmethod
@@ -18,10 +18,10 @@ from shaver.priors import Axes, Layout
 
 
 class Basis(ABC):
-    """H/T of one parameter through its eigenvalues, where T is the temperature.
+    """H/T of one parameter, given by its eigenvalues. T is the temperature.
 
     Attributes:
-        name: The parameter's name, for errors.
+        name: The parameter's name, for error messages.
         shape: The parameter's shape.
     """
 
@@ -30,26 +30,26 @@ class Basis(ABC):
 
     @abstractmethod
     def eigenvalues(self) -> Tensor:
-        """λ ≥ 0, one for each weight; not necessarily in the parameter's shape."""
+        """λ ≥ 0, one per weight; not necessarily in the parameter's shape."""
 
     @abstractmethod
     def project(self, delta: Tensor, factors: int = 1) -> Tensor:
-        """δ̂, broadcastable to :meth:`eigenvalues`; two ``factors`` of a unit prior make δ a matrix of rank one."""
+        """δ̂, broadcastable to :meth:`eigenvalues`. With the two ``factors`` of a unit prior, δ has rank one."""
 
     @abstractmethod
     def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
-        """γ_p = 1 − δ_p Σ_pp in the parameter's shape: how far the data, not the prior, determine weight p.
+        """γ_p = 1 − δ_p Σ_pp in the parameter's shape: how much the data, not the prior, determine weight p.
 
-        ∂ log|H + δ| / ∂ log δ_p = δ_p Σ_pp holds for the projected determinant too, so that the evidence's slope in
-        log δ_p is ½ (γ_p − δ_p θ_p²) for both structures.
+        ∂ log|H + δ| / ∂ log δ_p = δ_p Σ_pp also holds for the projected determinant. So the derivative of the
+        evidence by log δ_p is ½ (γ_p − δ_p θ_p²) for both structures.
         """
 
     @abstractmethod
     def covariance_root(self, values: Tensor, projected: Tensor) -> Tensor:
-        """Σ^½ v with the symmetric root of Σ = (H + δ)⁻¹, for each v of a batch ``(n, *shape)``."""
+        """Σ^½ v with the symmetric root of Σ = (H + δ)⁻¹, for each v in a batch ``(n, *shape)``."""
 
     def gamma_sums(self, delta: Tensor, projected: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
-        """Σ γ_p over the groups of each layout, where ``delta`` is a product of one factor for each of them."""
+        """Σ γ_p over the groups of each layout; ``delta`` is the product of one factor per layout."""
         if all(layout.uniform for layout in layouts):
             return [self.effective(projected) for _ in layouts]
         gamma = self.gamma(delta, projected)
@@ -60,7 +60,7 @@ class Basis(ABC):
         return (self.eigenvalues() + projected).log_().sum(dtype=torch.float64)
 
     def effective(self, projected: Tensor) -> Tensor:
-        """Σ_p γ_p = Σ_k λ_k / (λ_k + δ̂_k) as a float64 scalar, with no cancellation."""
+        """Σ_p γ_p = Σ_k λ_k / (λ_k + δ̂_k) as a float64 scalar, without cancellation."""
         eigenvalues = self.eigenvalues()
         return (eigenvalues / (eigenvalues + projected)).sum(dtype=torch.float64)
 
@@ -76,12 +76,12 @@ class DiagonalBasis(Basis):
             low, high = torch.aminmax(values)
             if not (bool(low >= 0) and bool(high.isfinite())):  # NaN fails both
                 raise FloatingPointError(
-                    f"the curvature of {name!r} is not a finite, non-negative number for every weight (from "
-                    f"{low.item():g} to {high.item():g}); training has diverged or the likelihood's Hessian is wrong."
+                    f"the curvature of {name!r} is not finite and non-negative for every weight (from {low.item():g} "
+                    f"to {high.item():g}); training has diverged or the likelihood's Hessian is wrong."
                 )
 
     def eigenvalues(self) -> Tensor:
-        """h itself; divided by T when asked for, so that no second copy of H is kept."""
+        """h/T, computed on each call so that no second copy of H is kept."""
         return self.values if self.temperature == 1 else self.values / self.temperature
 
     def project(self, delta: Tensor, factors: int = 1) -> Tensor:
@@ -99,7 +99,7 @@ class DiagonalBasis(Basis):
 
 
 class KroneckerBasis(Basis):
-    """The eigenbasis of a Kronecker block; the decomposition is kept with the block until its factors change."""
+    """The eigenbasis of a Kronecker block. The block caches the decomposition until its factors change."""
 
     def __init__(self, name: str, block: KroneckerBlock, temperature: float = 1.0) -> None:
         self.name, self.shape, self.block = name, block.shape, block
@@ -111,7 +111,7 @@ class KroneckerBasis(Basis):
         return (self.values_g / self.temperature).unsqueeze(-1) * self.values_a.unsqueeze(-2)
 
     def project(self, delta: Tensor, factors: int = 1) -> Tensor:
-        """(Q_Gᵀ)² mat(δ) Q_A², with element-wise squares; one number for the whole parameter stays as it is."""
+        """(Q_Gᵀ)² mat(δ) Q_A², with element-wise squares. One δ for the whole parameter does not change."""
         if delta.numel() == 1:
             return delta.reshape(())
         if factors > 1:
@@ -132,7 +132,7 @@ class KroneckerBasis(Basis):
         sums = []
         for layout in layouts:
             assert isinstance(layout, Axes)
-            # A layout of one side sums over the whole other side, so that its share may be spread evenly there.
+            # A layout of one side sums over the whole other side, so its sum may be spread evenly there.
             on_outputs = layout.keep == ((1,) if self.block.transposed else (0,))
             known = by_output / inputs if on_outputs else by_input.mT / outputs
             sums.append(layout.reduce(1 - self.block.from_matrix(known.expand_as(spread))))
@@ -151,7 +151,7 @@ class KroneckerBasis(Basis):
         return self.block.from_matrix(self.vectors_g.square() @ matrix @ self.vectors_a.square().mT)
 
     def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
-        """1 − δ_p Σ_pp with Σ = Q (Λ + δ̂)⁻¹ Qᵀ; written without the subtraction where δ is one number."""
+        """1 − δ_p Σ_pp with Σ = Q (Λ + δ̂)⁻¹ Qᵀ; computed without the subtraction if δ is a single value."""
         eigenvalues = self.eigenvalues()
         if delta.numel() == 1:
             return self.unproject(eigenvalues / (eigenvalues + projected))
@@ -175,7 +175,7 @@ def make_basis(name: str, block: Block, temperature: float = 1.0) -> Basis:
 def make_bases(curvature: Curvature, temperature: float = 1.0) -> dict[str, Basis]:
     """The basis of every parameter."""
     if not temperature > 0:
-        raise ValueError(f"the temperature must be positive, not {temperature!r}; 1 counts the data once.")
+        raise ValueError(f"the temperature must be positive, not {temperature!r}; with 1 the data count once.")
     return {name: make_basis(name, block, temperature) for name, block in curvature}
 
 
@@ -184,7 +184,7 @@ _Kept = tuple[Tensor, Tensor, tuple[int, int], tuple[_Eigen, _Eigen]]
 
 
 def _decomposition(name: str, block: KroneckerBlock) -> tuple[_Eigen, _Eigen]:
-    """Eigendecompositions of A and G, computed once for each state of the factors."""
+    """Eigendecompositions of A and G, computed again only if the factors have changed."""
     versions = (block.A._version, block.G._version)
     kept: _Kept | None = vars(block).get("_eigen")
     if kept is None or kept[0] is not block.A or kept[1] is not block.G or kept[2] != versions:
@@ -197,10 +197,11 @@ def _decomposition(name: str, block: KroneckerBlock) -> tuple[_Eigen, _Eigen]:
 def eigen(factor: Tensor, what: str) -> _Eigen:
     """Eigenvalues ≥ 0 and eigenvectors of a batch of covariances, ``(…, n, n)``.
 
-    What fails in float32 is done again in float64 on the CPU. Eigenvalues that are negative by rounding become 0.
+    If float32 fails, the decomposition is repeated in float64 on the CPU. Eigenvalues that are negative because of
+    rounding become 0.
 
     Raises:
-        FloatingPointError: The factor is not finite or really indefinite, with its name.
+        FloatingPointError: The factor is not finite, or is indefinite beyond rounding.
     """
     matrix = at_least_float32(factor.detach())
     if not bool(matrix.isfinite().all()):
@@ -208,7 +209,7 @@ def eigen(factor: Tensor, what: str) -> _Eigen:
     try:
         values, vectors = torch.linalg.eigh(matrix)
         failed = not bool(values.isfinite().all() & vectors.isfinite().all())
-    except RuntimeError:  # torch.linalg.LinAlgError, and what vendor libraries raise instead
+    except RuntimeError:  # torch.linalg.LinAlgError, or the errors of vendor libraries
         failed = True
     if failed:
         exact_values, exact_vectors = torch.linalg.eigh(matrix.double().cpu())
@@ -219,6 +220,6 @@ def eigen(factor: Tensor, what: str) -> _Eigen:
     if bool(indefinite.any()):
         raise FloatingPointError(
             f"{what} is indefinite: its eigenvalues run from {lowest[indefinite][0].item():g} to "
-            f"{largest[indefinite][0].item():g}, and a covariance has none below zero."
+            f"{largest[indefinite][0].item():g}, but a covariance has no negative ones."
         )
     return values.clamp_min_(0), vectors

@@ -1,13 +1,13 @@
-"""δ that the data ask for: the evidence is raised at fixed weights, by fixed point or by the paper's gradient.
+"""Learning δ: maximise the evidence at fixed weights, by fixed point or by the paper's gradient.
 
-In log δ the evidence is concave, for diagonal and Kronecker curvature and every kind of prior, so that both ways
-lead to the same maximum. With γ_g = Σ_{p∈g} γ_p, q_g = Σ_{p∈g} δ_p θ_p² and n_g weights in a group its slope is
-½ (γ_g − q_g), and two updates are used:
+In log δ the evidence is concave, for diagonal and Kronecker curvature and every kind of prior, so both methods reach
+the same maximum. With γ_g = Σ_{p∈g} γ_p, q_g = Σ_{p∈g} δ_p θ_p² and n_g weights in a group, its derivative is
+½ (γ_g − q_g). The fixed point uses two updates:
 
-* MacKay's δ_g ← δ_g γ_g / q_g, taken by half in log δ. The whole step overshoots, back and forth, where γ is small;
-  the half one never does where groups are independent given the other factor, and at least halves the distance.
-* EM's δ_g ← δ_g n_g / (n_g − γ_g + q_g), which is shorter and cannot lower the evidence, ever. Where Proposition 1
-  couples the groups, it takes over whenever MacKay's would lower it.
+* MacKay's δ_g ← δ_g γ_g / q_g, but only half the step in log δ. The whole step oscillates where γ is small. If the
+  groups are independent given the other factor, the half step never overshoots and at least halves the distance.
+* EM's δ_g ← δ_g n_g / (n_g − γ_g + q_g). It is shorter and can never lower the evidence. Where Proposition 1 couples
+  the groups, it replaces MacKay's update whenever that would lower the evidence.
 """
 
 import math
@@ -24,7 +24,7 @@ from shaver.naming import check_name
 from shaver.priors import Factor, Prior
 from shaver.ranks import ALONE
 
-#: Fixed points stop when no log δ moves by more than this.
+#: The fixed point stops when no log δ changes by more than this.
 TOLERANCE = 1e-5
 
 _STEPS = {"fixed_point": 30, "gradient": 100}
@@ -40,7 +40,7 @@ def improve(
     lr: float = 0.1,
     temperature: float = 1.0,
 ) -> Posterior:
-    """Move the prior's δ, in place, to where the evidence at these weights is higher; never to where it is lower.
+    """Update the prior's δ in place to maximise the evidence at these weights. The evidence never falls.
 
     Example:
         >>> prior = make_prior("parameter", parameters)
@@ -48,20 +48,20 @@ def improve(
         >>> posterior.log_evidence
 
     Args:
-        prior: Its numbers are updated, within its bounds.
+        prior: Its values are updated, within its bounds.
         curvature: H, summed over the data.
-        theta: The weights by name, where H was estimated.
-        method: ``"fixed_point"`` (closed where there is a closed form) or ``"gradient"``, the paper's Adam on log δ.
-        steps: At most so many; 30 for the fixed point, which stops when it has converged, and 100 for the gradient.
-        lr: Adam's step in log δ.
-        temperature: H counts 1/T times.
+        theta: The weights by name, at which H was estimated.
+        method: ``"fixed_point"`` (in closed form where there is one) or ``"gradient"``, the paper's Adam on log δ.
+        steps: Maximum number of steps. Default: 30 for the fixed point, which stops once converged; 100 for Adam.
+        lr: Adam's learning rate in log δ.
+        temperature: T: H counts 1/T times.
 
     Returns:
         The posterior under the improved prior.
     """
     default = _STEPS[check_name("method", method, _STEPS)]
     steps = default if steps is None else steps
-    posterior = Posterior(curvature, prior, theta, temperature)  # checks that the three belong together
+    posterior = Posterior(curvature, prior, theta, temperature)  # checks that the three fit together
     for name, weights in posterior.theta.items():
         if not bool(weights.isfinite().all()):
             raise FloatingPointError(f"the weights {name!r} hold NaN or infinity; training has diverged.")
@@ -82,10 +82,11 @@ def improve(
 
 
 def optimal_precision(h: Tensor, theta: Tensor) -> Tensor:
-    """The δ of highest evidence for weights with diagonal curvature h, each on its own.
+    """The δ of highest evidence for each weight, under diagonal curvature h.
 
     δ* = 2h/θ² / (h + √(h² + 4h/θ²)), computed as (√h/|θ|) · 2/(r + √(r² + 4)) with r = √h |θ|, which neither
-    cancels nor overflows. Infinite where only θ is 0, zero where only h is 0, NaN where both are: no δ is better there.
+    cancels nor overflows. It is infinite if only θ is 0, zero if only h is 0, and NaN if both are: then every δ has the
+    same evidence.
     """
     root, size = h.sqrt(), theta.abs()
     r = root * size
@@ -94,13 +95,13 @@ def optimal_precision(h: Tensor, theta: Tensor) -> Tensor:
 
 
 def shrink_factor(h: Tensor, delta0: Tensor, delta1: Tensor, power: float = 1.0) -> Tensor:
-    """How the posterior mean moves when δ goes from δ0 to δ1: θ · (h + δ0)/(h + δ1), never outwards.
+    """The factor (h + δ0)/(h + δ1) by which the posterior mean shrinks when δ changes from δ0 to δ1; at most 1.
 
     Args:
         h: Diagonal of H.
         delta0: The precision for which θ is the mode, broadcastable to ``h``.
         delta1: The new precision.
-        power: Less than 1 takes a part of the way: ½ is half of it in log θ.
+        power: Share of the move in log θ: 1 is all of it, 0.5 half.
     """
     factor = ((h + delta0) / (h + delta1)).clamp_(max=1.0)
     return factor if power == 1 else factor.pow_(power)
@@ -108,7 +109,7 @@ def shrink_factor(h: Tensor, delta0: Tensor, delta1: Tensor, power: float = 1.0)
 
 @dataclass
 class _Sums:
-    """For one factor and each of its groups: γ, q = δθ² and the number of weights."""
+    """γ, q = δθ² and the number of weights, per group of one factor."""
 
     gamma: Tensor
     scatter: Tensor
@@ -116,7 +117,7 @@ class _Sums:
 
 
 class _Part:
-    """The share of the evidence that one independent set of factors decides."""
+    """The part of the evidence that depends on one independent set of factors."""
 
     def __init__(
         self, prior: Prior, factors: Sequence[Factor], bases: Mapping[str, Basis], theta: Mapping[str, Tensor]
@@ -126,9 +127,9 @@ class _Part:
         self.bases = {name: bases[name] for name in factors[0].layouts}
         self.theta = {name: theta[name] for name in self.bases}
         uniform = all(layout.uniform for factor in factors for layout in factor.layouts.values())
-        # Only Proposition 1 couples the groups; one δ for a whole tensor is exact, and a diagonal knows no neighbours.
+        # Only Proposition 1 couples the groups. One δ for a whole tensor is exact, and a diagonal has no coupling.
         self.is_coupled = not uniform and not all(isinstance(b, DiagonalBasis) for b in self.bases.values())
-        # What float32 leaves uncertain in the evidence; less than a nat for ten million weights.
+        # Rounding error of the evidence in float32; about one nat for ten million weights.
         self.rounding = torch.finfo(factors[0].values.dtype).eps * sum(t.numel() for t in self.theta.values())
         layouts = list(factors[0].layouts.values())
         self.is_closed = (
@@ -140,7 +141,7 @@ class _Part:
         )
 
     def evaluate(self, with_value: bool = True) -> tuple[float, list[_Sums]]:
-        """This part's evidence and each factor's sums, at the prior's present δ; tensor by tensor to save memory."""
+        """This part's evidence and each factor's sums at the current δ, tensor by tensor to save memory."""
         value = 0.0
         sums: list[list[_Sums]] = [[] for _ in self.factors]
         for name, basis in self.bases.items():
@@ -157,7 +158,7 @@ class _Part:
         return value, [_total(terms, factor) for terms, factor in zip(sums, self.factors, strict=True)]
 
     def move(self, factor: Factor, log_values: Tensor) -> None:
-        """Give a factor new values, held so that every product δ stays within the prior's bounds."""
+        """Give a factor new values, clamped so that every product δ stays within the prior's bounds."""
         low, high = self.prior.bounds
         for other in self.factors:
             if other is not factor:
@@ -169,7 +170,7 @@ class _Part:
 
 
 def _total(terms: Sequence[_Sums], factor: Factor) -> _Sums:
-    """The sums of a factor over all tensors it covers, on all ranks, in its own precision and place."""
+    """The sums of a factor over all its tensors and all ranks, in its own data type and on its own device."""
     like = factor.values
     gamma, scatter, count = (
         sum((getattr(term, name).to(like) for term in terms), torch.zeros_like(like))
@@ -188,8 +189,8 @@ def _closed(part: _Part) -> None:
 
 
 def _iterate(part: _Part, steps: int) -> None:
-    """Half MacKay steps for one factor after the other; EM where that would lower the evidence."""
-    boldness = 1.0  # 1: MacKay, 0: EM; in between where the couplings allow no more
+    """Half MacKay steps for one factor after the other; EM steps where those would lower the evidence."""
+    boldness = 1.0  # 1: MacKay, 0: EM; in between if the coupling allows no more
     coupled = part.is_coupled
     value, sums = part.evaluate(coupled)
     slack = part.rounding if coupled else 0.0
@@ -201,8 +202,8 @@ def _iterate(part: _Part, steps: int) -> None:
             logs = before.log()
             em = -torch.log((now.count - now.gamma + now.scatter) / now.count)
             mackay = (0.5 * (now.gamma.clamp_min(0).log() - now.scatter.log())).clamp_(-span, span)
-            mackay = torch.where(mackay.isnan(), 0.0, mackay)  # γ and θ both 0: no δ is better than another
-            if coupled:  # γ is a difference here and may even be negative: there EM leads
+            mackay = torch.where(mackay.isnan(), 0.0, mackay)  # γ = θ = 0: every δ has the same evidence
+            if coupled:  # γ is a difference here and may be negative; use EM there
                 mackay = torch.where(now.gamma > 1e-6 * now.count, mackay, em)
             part.move(factor, logs + (em + boldness * (mackay - em) if coupled else mackay))
             new_value, sums = part.evaluate(coupled)
@@ -220,7 +221,7 @@ def _iterate(part: _Part, steps: int) -> None:
 
 
 def _ascend(part: _Part, steps: int, lr: float) -> None:
-    """Adam on log δ, as in the paper; taken back if it ends lower than it began."""
+    """Adam on log δ, as in the paper; undone if the evidence ends lower than it started."""
     start = [factor.values for factor in part.factors]
     logs = [factor.values.log() for factor in part.factors]
     optimizer = torch.optim.Adam(logs, lr=lr, maximize=True)
@@ -232,7 +233,7 @@ def _ascend(part: _Part, steps: int, lr: float) -> None:
         optimizer.step()
         for factor, log in zip(part.factors, logs, strict=True):
             part.move(factor, log)
-            log.copy_(factor.values.log())  # Adam goes on from inside the bounds
+            log.copy_(factor.values.log())  # Adam continues from inside the bounds
         value, sums = part.evaluate()
     if value < first:
         for factor, values in zip(part.factors, start, strict=True):

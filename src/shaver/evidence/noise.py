@@ -16,10 +16,10 @@ def improve_noise(
     outputs: int = 1,
     temperature: float = 1.0,
 ) -> float:
-    """Set σ² to Σ residual² / (N·D − T·γ), which the evidence asks for, and bring the curvature along.
+    """Set σ² to Σ residual² / (N·D − T·γ), which maximises the evidence, and rescale the curvature to it.
 
-    The weights that the data determine have absorbed γ residuals' worth of noise; the denominator puts it back.
-    Where γ reaches N·D, EM's update Σ residual²/(N·D) + σ²·T·γ/(N·D) is used instead: it never divides by zero.
+    Fitting γ effective parameters makes the residuals too small; the denominator corrects for that. Where T·γ reaches
+    N·D, EM's update Σ residual²/(N·D) + σ²·T·γ/(N·D) is used instead, which never divides by zero.
 
     Example:
         >>> posterior = improve(prior, curvature, theta)
@@ -27,11 +27,11 @@ def improve_noise(
 
     Args:
         likelihood: Its ``noise`` is replaced.
-        curvature: Gives Σ residual² by its log likelihood under the old noise. H and the log likelihood are
-            rescaled in place to the new noise.
+        curvature: Its log likelihood under the old noise gives Σ residual². H and the log likelihood are rescaled in
+            place to the new noise.
         effective_parameters: Σ γ under the old noise.
-        outputs: D, the number of outputs of a sample.
-        temperature: The data count 1/T times.
+        outputs: D, the number of outputs per sample.
+        temperature: T: the data count 1/T times.
 
     Returns:
         The new σ².
@@ -42,7 +42,7 @@ def improve_noise(
     if not squares > 0:
         raise FloatingPointError(
             f"the log likelihood {curvature.log_likelihood:g} gives a sum of squared residuals of {squares:g}; it must "
-            f"be positive. Are {outputs} outputs a sample and noise {old:g} what the curvature was estimated with?"
+            f"be positive. Was the curvature estimated with {outputs} outputs per sample and noise {old:g}?"
         )
     known = temperature * effective_parameters
     new = squares / (count - known) if known < count else (squares + old * known) / count
@@ -60,7 +60,7 @@ class NoiseLearner:
         likelihood: The likelihood in training.
 
     Attributes:
-        outputs: D, the number of outputs of a sample.
+        outputs: D, the number of outputs per sample.
     """
 
     def __init__(self, likelihood: Likelihood) -> None:
@@ -69,12 +69,12 @@ class NoiseLearner:
         self._has_warned = False
 
     def update(self, curvature: Curvature, effective: Callable[[], float], temperature: float) -> float | None:
-        """Improve the noise and bring the curvature along.
+        """Update the noise and rescale the curvature to it.
 
         Args:
             curvature: H and the log likelihood under the old noise; rescaled in place.
-            effective: Gives Σ γ under the old noise; called where the noise changes only.
-            temperature: The data count 1/T times.
+            effective: Returns Σ γ under the old noise; called only if the noise is learned.
+            temperature: T: the data count 1/T times.
 
         Returns:
             The factor by which H has changed, or None.
@@ -84,8 +84,8 @@ class NoiseLearner:
         if not math.isfinite(curvature.log_likelihood):
             if not self._has_warned:
                 warnings.warn(
-                    "the likelihood is not known, so that the noise of the regression stays as it is: differentiate "
-                    "spam.loss(outputs, targets) in place of F.mse_loss.",
+                    "the likelihood is not known, so the regression noise is not learned: call backward on "
+                    "spam.loss(outputs, targets) instead of F.mse_loss.",
                     stacklevel=2,
                 )
                 self._has_warned = True
@@ -95,5 +95,5 @@ class NoiseLearner:
         return old / self.likelihood.noise
 
     def statistics(self) -> dict[str, float]:
-        """The noise, where there is one."""
+        """The noise of a regression; empty for other likelihoods."""
         return {"noise": self.likelihood.noise} if isinstance(self.likelihood, Regression) else {}

@@ -1,4 +1,4 @@
-"""The Laplace posterior N(θ*, (H + δ)⁻¹) and the evidence it gives the prior.
+"""The Laplace posterior N(θ*, (H + δ)⁻¹) and the evidence of the prior.
 
 log p(D|δ) ≈ log p(D|θ*) − ½ θ*ᵀ δ θ* + ½ Σ log δ − ½ log |H + δ|
 """
@@ -19,29 +19,29 @@ from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_name
 from shaver.priors import Prior, broadcasts
 
-#: A precision for every weight: one number, a number or tensor for each parameter, or a prior.
+#: Prior precisions: one number, one number or tensor per parameter, or a prior.
 Precision = float | Tensor | Mapping[str, float | Tensor] | Prior
 
 
 class Posterior:
-    """What the data and the prior together say about the weights: precision P = H/T + δ around θ.
+    """The posterior of the weights, given the data and the prior: Gaussian around θ with precision P = H/T + δ.
 
     Example:
         >>> posterior = Posterior(curvature, prior, dict(model.named_parameters()))
         >>> posterior.precision()["fc.weight"]           # P_pp, for pruning
         >>> posterior.log_evidence, posterior.effective_parameters
         >>> posterior.save("posterior.safetensors")
-        >>> posterior.predict(x).mean                    # class probabilities that know how sure they are
+        >>> posterior.predict(x).mean                    # class probabilities that include the uncertainty
 
-    δ is the prior's at construction, whatever becomes of the prior. θ and H are not copied: quantities computed
-    after training has moved them belong to where they are then.
+    δ is the prior's value at construction; later updates of the prior do not change it. θ and H are not copied:
+    quantities computed after further training use the new θ and H.
 
     Args:
         curvature: H of every trainable parameter, and the log likelihood.
-        prior: A prior, one precision, or a precision (number or broadcastable tensor) for each parameter.
-        theta: The weights by name, where H was estimated, or the model that has them.
-        temperature: T; H and the log likelihood count 1/T times.
-        model: For :meth:`predict`, where ``theta`` is not the model itself.
+        prior: A prior, one precision, or one precision (number or broadcastable tensor) per parameter.
+        theta: The weights by name, at which H was estimated, or the model that has them.
+        temperature: T: H and the log likelihood count 1/T times.
+        model: The network for :meth:`predict`. Not needed if ``theta`` is the model.
         likelihood: For :meth:`predict`: ``"classification"``, ``"regression"`` or your own.
     """
 
@@ -83,7 +83,7 @@ class Posterior:
         return {name: torch.add(self.delta_of(name), diagonal[name], alpha=1 / self.temperature) for name in self.theta}
 
     def gamma(self) -> dict[str, Tensor]:
-        """γ_p = 1 − δ_p Σ_pp, near 1 where the data determine a weight and near 0 where the prior does."""
+        """γ_p = 1 − δ_p Σ_pp: near 1 if the data determine a weight, near 0 if the prior does."""
         return {
             name: basis.gamma(delta := self.delta_of(name), basis.project(delta))
             for name, basis in self.bases().items()
@@ -116,7 +116,7 @@ class Posterior:
         return value
 
     def relevance(self) -> float:
-        """The share of weights with S_p = P_pp θ_p² > 1, those that the data pay for."""
+        """The share of weights with S_p = P_pp θ_p² > 1, for which the data outweigh the prior."""
         relevant = sum(int((p * self.theta[name].square() > 1).sum()) for name, p in self.precision().items())
         return relevant / sum(theta.numel() for theta in self.theta.values())
 
@@ -140,10 +140,10 @@ class Posterior:
         model: nn.Module | None = None,
         likelihood: str | Likelihood | None = None,
     ) -> Prediction:
-        """What the network predicts for inputs, and how sure it is, under the uncertainty of its weights.
+        """Predict outputs and their uncertainty, given the uncertainty of the weights.
 
-        ``"linearised"`` costs one Jacobian for each sample: K backward passes for K outputs. It is the better
-        choice for curvature from the GGN or MC, whose posterior belongs to the linearised network. ``"sampled"`` costs
+        ``"linearised"`` costs one Jacobian per sample: K backward passes for K outputs. It is the better choice for
+        curvature from the GGN or MC, because their posterior is that of the linearised network. ``"sampled"`` costs
         ``samples`` forward passes and works with every network.
 
         Example:
@@ -152,16 +152,16 @@ class Posterior:
         Args:
             x: Inputs: a tensor, a tuple of tensors, or a dict of the model's keyword arguments.
             method: ``"linearised"`` or ``"sampled"``.
-            samples: Networks to draw, for ``"sampled"``.
-            seed: Of the draws.
-            model: Where the posterior was loaded from a file or made without its model.
-            likelihood: Instead of the posterior's own.
+            samples: Number of sampled networks, for ``"sampled"``.
+            seed: Seed of the sampled networks.
+            model: The network. Needed if the posterior was loaded from a file or created without its model.
+            likelihood: Replaces the posterior's own likelihood.
         """
         check_name("method", method, METHODS)
         model = self.model if model is None else model
         if model is None:
             raise ValueError(
-                "this posterior does not know its network: pass posterior.predict(x, model=model), or make it with "
+                "this posterior has no network: call posterior.predict(x, model=model), or create it as "
                 "Posterior(curvature, prior, model)."
             )
         likelihood = self.likelihood if likelihood is None else get_likelihood(likelihood)
@@ -208,7 +208,7 @@ class Posterior:
         """Read what :meth:`save` wrote."""
         state = io.load_state(path)
         if not (isinstance(state, dict) and state.keys() >= {"curvature", "delta", "theta", "temperature"}):
-            raise ValueError(f"{path} holds no posterior; it was written by something else.")
+            raise ValueError(f"{path} holds no posterior; another program wrote it.")
         return cls.from_state_dict(state)
 
     def bases(self) -> dict[str, Basis]:
@@ -229,7 +229,7 @@ def log_evidence(
         model: The network at the weights where ``curvature`` was estimated.
         curvature: H and the data's log likelihood.
         prior_precision: One δ, a dict of numbers or tensors by parameter name, or a prior.
-        temperature: The data count 1/T times.
+        temperature: T: the data count 1/T times.
     """
     return Posterior(curvature, prior_precision, dict(model.named_parameters()), temperature).log_evidence
 
@@ -245,12 +245,12 @@ def occam(basis: Basis, delta: Tensor, projected: Tensor, theta: Tensor) -> Tens
 def weights_of(theta: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
     """The weights that belong to a block, detached."""
     if name not in theta:
-        raise ValueError(f"the curvature has a block for {name!r}, but the weights have no such name: {_few(theta)}.")
+        raise ValueError(f"the curvature has a block for {name!r}, which is not among the weights: {_few(theta)}.")
     weights = theta[name].detach()
     if weights.shape != shape:
         raise ValueError(
-            f"{name!r} has shape {tuple(weights.shape)}, but its curvature has {tuple(shape)}; estimate it again "
-            "after the model has changed."
+            f"{name!r} has shape {tuple(weights.shape)}, but its curvature has {tuple(shape)}; estimate the curvature "
+            "again after changing the model."
         )
     return at_least_float32(weights)
 
@@ -259,22 +259,22 @@ def _same_names(names: list[str], curvature: Curvature, what: str) -> None:
     missing = [name for name in curvature.blocks if name not in names]
     extra = [name for name in names if name not in curvature.blocks]
     if missing or extra:
-        sides = ([f"misses {_few(missing)}"] if missing else []) + (
-            [f"has no curvature for {_few(extra)}"] if extra else []
+        sides = ([f"{what} lacks {_few(missing)}"] if missing else []) + (
+            [f"the curvature lacks {_few(extra)}"] if extra else []
         )
-        raise ValueError(f"{what} and the curvature are about different parameters: it {' and '.join(sides)}.")
+        raise ValueError(f"{what} and the curvature have different parameters: {' and '.join(sides)}.")
 
 
 def _precisions(
     prior: float | Tensor | Mapping[str, float | Tensor], curvature: Curvature, theta: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Numbers and tensors of a user, as one positive tensor for each parameter."""
+    """The user's numbers and tensors as one positive tensor per parameter."""
     given = prior if isinstance(prior, Mapping) else dict.fromkeys(curvature.blocks, prior)
     _same_names(list(given), curvature, "the prior precision")
     result = {}
     for name, block in curvature:
         if isinstance(given[name], str):
-            raise TypeError(f"the precision of {name!r} is a number or a tensor, not {given[name]!r}.")
+            raise TypeError(f"the precision of {name!r} must be a number or a tensor, not {given[name]!r}.")
         delta = torch.as_tensor(given[name], dtype=theta[name].dtype, device=theta[name].device).detach()
         if not broadcasts(delta.shape, block.shape):
             raise ValueError(

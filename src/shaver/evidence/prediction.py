@@ -1,8 +1,8 @@
-"""Predictions under the posterior: weights drawn from it, and outputs with their uncertainty.
+"""Predictions under the posterior: samples of the weights, and outputs with their uncertainty.
 
-The posterior of the weights is N(θ, Σ). A *sampled* prediction averages the networks of a few draws. A *linearised*
-one replaces the network by its first-order expansion around θ, f(x) + J(x)(θ' − θ), whose outputs are Gaussian with
-covariance J Σ Jᵀ; the GGN is the exact curvature of that expansion.
+The posterior of the weights is N(θ, Σ). A *sampled* prediction averages over a few networks sampled from it. A
+*linearised* prediction replaces the network by its first-order expansion around θ, f(x) + J(x)(θ' − θ), whose outputs
+are Gaussian with covariance J Σ Jᵀ. The GGN is the exact curvature of that expansion.
 """
 
 import math
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from shaver.evidence.posterior import Posterior
 
 METHODS = ("linearised", "sampled")
-#: Numbers of the Jacobian that are held at once: 256 MB in float32.
+#: Largest number of Jacobian entries in memory at a time: 256 MB in float32.
 JACOBIAN_LIMIT = 2**26
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the posterior predicts for a batch.
+    """The posterior's prediction for a batch.
 
     Attributes:
-        mean: Class probabilities for a classification; the outputs f for a regression or a likelihood of your own.
-        outputs: f, the network's outputs: at θ when linearised, averaged over the draws when sampled.
-        variance: Of each output, shaped like ``outputs``: the uncertainty that more data would remove. A regression's
-            noise σ² comes on top.
-        covariance: Of the outputs of each sample, ``(batch, K, K)`` with K outputs; None when sampled.
+        mean: Class probabilities for a classification; the outputs f for a regression or your own likelihood.
+        outputs: f, the network's outputs: at θ if linearised, averaged over the sampled networks if sampled.
+        variance: Variance of each output, shaped like ``outputs``: the uncertainty that more data would remove. The
+            noise σ² of a regression is not included.
+        covariance: Covariance of the outputs per sample, ``(batch, K, K)`` with K outputs; None if sampled.
     """
 
     mean: Tensor
@@ -47,7 +47,7 @@ class Prediction:
 
 
 def draws(posterior: "Posterior", count: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Weights drawn from the posterior, one network at a time: θ + Σ^½ ε."""
+    """Sample weights from the posterior, one network at a time: θ + Σ^½ ε."""
     if count < 1:
         raise ValueError(f"the number of samples must be 1 or more, not {count!r}.")
     generator = torch.Generator().manual_seed(seed)
@@ -64,13 +64,13 @@ def draws(posterior: "Posterior", count: int, seed: int) -> Iterator[dict[str, T
 def sampled(
     posterior: "Posterior", model: nn.Module, x: Any, likelihood: Likelihood, samples: int, seed: int
 ) -> Prediction:
-    """The mean prediction of networks drawn from the posterior, and the variance of their outputs."""
+    """The mean prediction of networks sampled from the posterior, and the variance of their outputs."""
     mean = total = squares = torch.zeros(())
     first: Tensor | None = None
     with _evaluating(model), torch.no_grad():
         for weights in draws(posterior, samples, seed):
             outputs = _outputs(model, weights, x)
-            first = outputs if first is None else first  # sums of differences from it: no cancellation
+            first = outputs if first is None else first  # summing differences from it avoids cancellation
             mean = mean + _expected(likelihood, outputs) / samples
             total, squares = total + (outputs - first), squares + (outputs - first).square()
     assert first is not None
@@ -139,7 +139,7 @@ def _jacobian(model: nn.Module, theta: Mapping[str, Tensor], names: list[str], x
 
 
 def _groups(theta: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
-    """Parameters in groups of at most ``limit`` numbers, or one parameter."""
+    """Groups of parameters with at most ``limit`` weights each, or a single larger parameter."""
     group: list[str] = []
     numbers = 0
     for name, weight in theta.items():
@@ -153,7 +153,7 @@ def _groups(theta: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and each module's own mode again afterwards."""
+    """Evaluation mode inside the block; afterwards each module has its own mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

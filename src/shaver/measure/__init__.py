@@ -1,4 +1,4 @@
-"""Quality and cost of a network: how good its outputs are, and what they take.
+"""Quality and cost of a network: how good its outputs are, and how much memory and computation they need.
 
 Example:
     >>> from shaver.measure import cost, quality

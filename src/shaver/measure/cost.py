@@ -1,4 +1,4 @@
-"""What a network costs: parameters, bytes, FLOPs, time and memory, side by side."""
+"""Cost of a network: parameters, bytes, FLOPs, time and memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from shaver.measure.flops import flops
 from shaver.measure.latency import Latency, latency
 from shaver.measure.memory import peak_memory
 
-#: The batch sizes that latency is measured for.
+#: The batch sizes at which latency is measured.
 BATCH_SIZES = (1, 128)
 
 
@@ -19,15 +19,15 @@ class Cost:
     """Cost of a network.
 
     Attributes:
-        parameters: Weights; one that is shared by several layers counts once.
-        nonzeros: Those that are not zero.
-        bytes_dense: Parameters and saved buffers as they are.
-        bytes_sparse: The same with each parameter stored in the smallest of three ways: as it is; its non-zero values
-            and a bit mask of ⌈n/8⌉ bytes; its non-zero values and an int32 index for each. Headers are not counted.
-        flops: FLOPs of one sample, 2 per multiply-add; :mod:`shaver.measure.flops` says what is counted.
-        flops_sparse: Those with a non-zero weight. A dense network on usual hardware does not run faster for it.
-        peak_memory: Bytes alive at the worst moment of a call with the example; see :mod:`shaver.measure.memory`.
-        latency: Batch size → measured time of a call on one thread; empty if it was not asked for.
+        parameters: Number of weights; a weight shared by several layers counts once.
+        nonzeros: Number of weights that are not zero.
+        bytes_dense: Bytes of parameters and saved buffers in dense form.
+        bytes_sparse: The same with each parameter in the smallest of three forms: dense; its non-zero values and a
+            bit mask of ⌈n/8⌉ bytes; its non-zero values and an int32 index for each. File headers are not included.
+        flops: FLOPs per sample, 2 per multiply-add; :mod:`shaver.measure.flops` lists what is counted.
+        flops_sparse: FLOPs per sample with a non-zero weight. On usual hardware zeros in a dense network save no time.
+        peak_memory: Largest number of bytes in use during a call with the example; see :mod:`shaver.measure.memory`.
+        latency: Batch size → measured time per call on one thread; empty if it was not measured.
     """
 
     parameters: int
@@ -48,18 +48,18 @@ class Cost:
 
 
 def cost(model: nn.Module, example: Example, *, latency: bool = True, repeats: int = 30, seconds: float = 3.0) -> Cost:
-    """Measure what a network costs.
+    """Measure the cost of a network.
 
     Example:
         >>> cost(shaver.zoo.build("lenet"), torch.zeros(1, 1, 28, 28), latency=False)
         Cost(parameters=60170, nonzeros=60170, bytes_dense=240680, bytes_sparse=240680, flops=463440, ...)
 
     Args:
-        model: Left as found: weights, modes and random state are not touched.
+        model: The network. Weights, modes and random state do not change.
         example: Inputs of at least one sample: a tensor, a tuple of positional or a dict of keyword arguments.
-        latency: Also measure the time of a call for batches of 1 and 128.
-        repeats: Most timed calls for each.
-        seconds: Time after which no further call is timed, for each.
+        latency: Whether to measure the time per call, for batches of 1 and of 128 samples.
+        repeats: Maximum number of timed calls per batch size.
+        seconds: Maximum number of seconds per batch size.
     """
     counted = flops(model, example)
     parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while: no gradients, and every submodule's own mode given back."""
+"""Evaluation mode inside a block: no gradients, and each module's mode is restored afterwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients inside the block; after it, or after an error, each module is in the mode it was.
+    """Evaluation mode without gradients inside the block. Afterwards, also after an error, each mode is restored.
 
-    ``model.train(was_training)`` would not do: a frozen BatchNorm inside a training model would wake up.
+    ``model.train(was_training)`` is not enough: it would set a frozen BatchNorm in a training model to train mode.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shaver.batches import LABELS
 
-#: Inputs of a network: one tensor, positional arguments, or keyword arguments (``labels`` among them are left out).
+#: Inputs of a network: one tensor, positional arguments, or keyword arguments (an entry ``labels`` is ignored).
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
@@ -16,19 +16,19 @@ def samples_of(example: Example) -> int:
     """The example's batch size: the length of its first tensor.
 
     Raises:
-        ValueError: There is no tensor with at least one sample in it.
+        ValueError: The example has no tensor with at least one sample.
     """
     for value in _values(example):
         if isinstance(value, Tensor) and value.ndim and len(value):
             return len(value)
     raise ValueError(
-        f"the example must hold at least one sample: a tensor whose first dimension is the batch, a tuple of a call's "
-        f"positional or a dict of its keyword arguments, not {_describe(example)}."
+        f"the example must hold at least one sample: a tensor whose first dimension is the batch, a tuple of "
+        f"positional arguments or a dict of keyword arguments, not {_describe(example)}."
     )
 
 
 def resize(example: Example, samples: int) -> Example:
-    """The example at another batch size: its samples in turn, from the first again when they run out."""
+    """The example at another batch size: its samples, repeated from the first as often as needed."""
     size = samples_of(example)
 
     def one(value: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Floating point operations of one sample, dense and counting only non-zero weights.
+"""Floating-point operations (FLOPs) per sample: all of them, and those with non-zero weights.
 
-Convention: two FLOPs for a multiply-add. Counted are matrix products (linear layers, einsum, recurrent layers on the
-CPU), convolutions (grouped, dilated, transposed) and attention; padding and attention masks earn no discount. Not
-counted are biases, activations, normalisation, pooling, softmax and lookups.
+A multiply-add counts as two FLOPs. Matrix products (linear layers, einsum, recurrent layers on the CPU), convolutions
+(grouped, dilated, transposed) and attention are counted; padding and masked positions count in full. Biases,
+activations, normalisation, pooling, softmax and lookups are not counted.
 
-The count watches the operations that PyTorch really executes, so it holds for any model without a rule a layer, also on
-the CPU, where attention is one fused operation.
+The operations that PyTorch executes are counted, so any model works without a rule per layer, also on the CPU, where
+attention is one fused operation.
 """
 
 import math
@@ -26,11 +26,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one sample.
+    """FLOPs per sample.
 
     Attributes:
-        dense: Every multiply-add.
-        sparse: Only those with a non-zero weight; products of two activations, such as attention, count in full.
+        dense: All FLOPs.
+        sparse: Those with a non-zero weight; products of two activations, as in attention, count in full.
     """
 
     dense: int
@@ -38,14 +38,14 @@ class Flops:
 
 
 def flops(model: nn.Module, example: Example) -> Flops:
-    """Count the FLOPs of one sample, 2 per multiply-add; see the module for what is counted.
+    """Count the FLOPs per sample, 2 per multiply-add. The module's docstring lists what is counted.
 
     Example:
         >>> flops(nn.Linear(30, 100), torch.zeros(1, 30))
         Flops(dense=6000, sparse=6000)
 
     Args:
-        model: Run once in evaluation mode.
+        model: The network; it is called once in evaluation mode.
         example: Inputs of at least one sample: a tensor, a tuple of positional or a dict of keyword arguments. The
             first sample is used.
     """
@@ -63,17 +63,17 @@ def flops(model: nn.Module, example: Example) -> Flops:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the FLOPs of every operation, and follows which tensors are made of weights alone.
+    """Adds up the FLOPs of every operation, and tracks which tensors are computed from weights only.
 
-    A weight often does not reach its operation as the parameter itself but as a transpose, a slice, or the product with
-    a mask. What is computed from weights alone is a weight.
+    An operation often receives not the parameter itself but its transpose, a slice, or its product with a mask. A
+    tensor computed only from weights counts as a weight.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dense = 0
         self.sparse = 0
-        # Held, not only named: a freed storage's address would be used again by an activation.
+        # The tensors themselves are kept: the address of a freed storage could be reused by an activation.
         self.weights = {_key(weight): weight for weight in weights}
 
     def __torch_dispatch__(
@@ -111,7 +111,7 @@ _Count = tuple[int, int]  # multiply-adds: all, and those with non-zero weights
 
 
 def _product(is_weight: _IsWeight, a: Tensor, b: Tensor) -> _Count:
-    """(…, n, k) @ (…, k, m) or (n, k) @ (k): an inner index brings together n left entries and m right ones."""
+    """(…, n, k) @ (…, k, m) or (n, k) @ (k): each inner index multiplies n entries of a by m entries of b."""
     b = b if b.ndim > 1 else b.unsqueeze(-1)
     dense = math.prod(a.shape) * b.shape[-1]
     if not is_weight(a) and not is_weight(b):
@@ -146,7 +146,7 @@ def _convolution(
     transposed: bool,
     *rest: object,
 ) -> _Count:
-    """Each weight is used once for each output position, or for each input position of a transposed convolution."""
+    """Each weight is used once per output position, or per input position of a transposed convolution."""
     spatial = weight.ndim - 2
     over = x if transposed else result
     uses = over.shape[0] * math.prod(over.shape[-spatial:])
@@ -155,7 +155,7 @@ def _convolution(
 
 
 def _attention(is_weight: _IsWeight, _: object, query: Tensor, key: Tensor, value: Tensor, *rest: object) -> _Count:
-    """Scores over the key's width and a mean of values: with shared keys the query's heads count."""
+    """Scores of width ``query.shape[-1]`` and a mean of values, per head of the query, also if heads share keys."""
     dense = math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     return dense, dense
 

@@ -1,4 +1,4 @@
-"""How long a call takes, measured."""
+"""Latency: the measured time per call."""
 
 import statistics
 import time
@@ -16,13 +16,13 @@ _FEWEST = 3
 
 @dataclass(frozen=True)
 class Latency:
-    """Wall time of one call.
+    """Wall time per call.
 
     Attributes:
-        median: Seconds.
-        spread: Interquartile range over the repeats, in seconds. Differences smaller than this mean nothing.
-        repeats: Calls timed.
-        batch_size: Samples in a call.
+        median: Median over the timed calls, in seconds.
+        spread: Interquartile range over the timed calls, in seconds. Smaller differences mean nothing.
+        repeats: Number of timed calls.
+        batch_size: Samples per call.
     """
 
     median: float
@@ -34,22 +34,22 @@ class Latency:
 def latency(
     model: nn.Module, example: Example, *, batch_size: int = 1, repeats: int = 30, seconds: float = 3.0
 ) -> Latency:
-    """Time the network's call on one thread, in evaluation mode without gradients, after a warm-up.
+    """Measure the time per call on one thread, in evaluation mode without gradients, after a warm-up.
 
     Example:
         >>> latency(model, x, batch_size=128)
         Latency(median=0.0121, spread=0.0004, repeats=30, batch_size=128)
 
     Args:
-        model: Called ``repeats`` times and up to three times before that.
+        model: The network; called up to three times for warm-up, then at most ``repeats`` times.
         example: Inputs of at least one sample, as for :func:`shaver.measure.flops`; samples are repeated to fill the
             batch.
-        batch_size: Samples in a call.
-        repeats: Most calls to time; at least three.
-        seconds: Stop after this time, but not before three calls are timed.
+        batch_size: Samples per call.
+        repeats: Maximum number of timed calls; at least three.
+        seconds: Time limit in seconds; at least three calls are timed in any case.
 
     Raises:
-        ValueError: Fewer than three repeats, or a batch size below one.
+        ValueError: ``repeats`` is below three, or ``batch_size`` below one.
     """
     if repeats < _FEWEST:
         raise ValueError(f"repeats must be at least {_FEWEST} for a median and a spread, not {repeats!r}.")
@@ -77,7 +77,7 @@ def latency(
 
 
 def _timed(model: nn.Module, inputs: Example, on_gpu: bool) -> float:
-    if on_gpu:  # its work runs on after a call returns
+    if on_gpu:  # a GPU keeps working after the call returns
         torch.cuda.synchronize()
     start = time.perf_counter()
     call(model, inputs)

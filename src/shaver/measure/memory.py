@@ -1,8 +1,8 @@
-"""How much memory a call needs at its worst moment.
+"""Peak memory of a call.
 
-The method is the same on every device: every operation's results are watched, a storage counts from the operation that
-makes it until the last tensor on it is gone, and views count once. Scratch space inside an operation (such as the
-unfolded input of a convolution) is not visible to it, nor is memory that an allocator keeps in reserve.
+The method is the same on every device. It records the results of every operation. A storage counts from the operation
+that creates it until its last tensor is freed; views count once. Not included are temporary memory inside an operation
+(such as the unfolded input of a convolution) and memory that an allocator keeps in reserve.
 """
 
 import weakref
@@ -19,30 +19,30 @@ from shaver.measure.example import Example, call, samples_of
 
 
 def peak_memory(model: nn.Module, example: Example) -> int:
-    """Most bytes alive at one moment of a call without gradients: weights, buffers, inputs and all results in use.
+    """The peak number of bytes during a call without gradients: weights, buffers, inputs and all results in use.
 
     Example:
         >>> peak_memory(nn.Linear(10, 5), torch.zeros(3, 10))  # weights 220, input 120, output 60
         400
 
     Args:
-        model: Called once in evaluation mode.
-        example: Inputs, at the batch size the call is to have.
+        model: The network; it is called once in evaluation mode.
+        example: Inputs, at the batch size of the call.
     """
     samples_of(example)
     inputs = tree_leaves(example if isinstance(example, Tensor | tuple) else dict(example))
-    watcher = _Watcher()
-    watcher.watch([*model.parameters(), *model.buffers(), *inputs])
+    recorder = _StorageRecorder()
+    recorder.record([*model.parameters(), *model.buffers(), *inputs])
     try:
-        with evaluating(model), watcher:
+        with evaluating(model), recorder:
             call(model, example)
     finally:
-        watcher.stop()
-    return watcher.peak
+        recorder.stop()
+    return recorder.peak
 
 
-class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the bytes of the storages alive."""
+class _StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the bytes of all storages in use."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,11 +55,11 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
-        self.watch(tree_leaves(result))
+        self.record(tree_leaves(result))
         return result
 
-    def watch(self, tensors: Iterable[object]) -> None:
-        """Count storages that are new, until they are freed."""
+    def record(self, tensors: Iterable[object]) -> None:
+        """Count new storages until they are freed."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
                 continue
@@ -72,11 +72,11 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.live)
 
     def forget(self, key: int) -> None:
-        """The storage is gone."""
+        """Stop counting a storage that has been freed."""
         self.live -= self.sizes.pop(key)
         del self.callbacks[key]
 
     def stop(self) -> None:
-        """Leave no callback on storages that live on, such as the weights'."""
+        """Remove the callbacks from storages that stay in use, such as the weights'."""
         for callback in list(self.callbacks.values()):
             callback.detach()

@@ -1,4 +1,4 @@
-"""How good the outputs are: accuracy, NLL, calibration and Brier score, or NLL and RMSE, in one pass over batches."""
+"""Quality of the outputs: accuracy, NLL, ECE and Brier score, or NLL and RMSE, in one pass over the batches."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,17 +15,17 @@ from shaver.measure.evaluating import evaluating
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality of a network on some data; a measure that the likelihood does not have is None.
+    """Quality of a network on some data. A measure that does not apply to the likelihood is None.
 
     Attributes:
-        count: What the means are over: labels for classification (one a sample, or one a token or pixel, without the
-            ignored ones), samples otherwise.
-        nll: Mean negative log likelihood; a sample's outputs are summed.
-        accuracy: Share of labels that have the highest output (the first of equal ones).
-        ece: Expected calibration error Σ_b n_b/n · |accuracy_b − confidence_b| over equal-width bins of the highest
-            probability; a bin holds its lower edge, and the last one also 1.
+        count: Number of items that the means are over. Classification: labels (per sample, token or pixel) without
+            the ignored ones. Otherwise: samples.
+        nll: Mean negative log likelihood (NLL); the outputs of a sample are summed.
+        accuracy: Share of labels with the highest output; of equal outputs the first counts as highest.
+        ece: Expected calibration error (ECE) Σ_b n_b/n · |accuracy_b − confidence_b| over equal-width bins of the
+            highest probability. A bin includes its lower edge; the last bin also includes 1.
         brier: Mean of Σ_c (p_c − y_c)², between 0 and 2.
-        rmse: Root of the mean squared error over all outputs of all samples.
+        rmse: Root mean squared error (RMSE) over all outputs of all samples.
     """
 
     count: int
@@ -36,7 +36,7 @@ class Quality:
     rmse: float | None = None
 
     def as_dict(self) -> dict[str, float]:
-        """The measures that exist, by name."""
+        """The measures that apply, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -49,24 +49,24 @@ def quality(
     forward: Forward | None = None,
     targets: Targets | None = None,
 ) -> Quality:
-    """Measure a network on batches, in evaluation mode and one pass; sums are kept in float64.
+    """Measure a network on batches, in evaluation mode and in one pass. Sums are in float64.
 
     Example:
         >>> quality(model, test_loader).as_dict()
         {'count': 10000, 'nll': 0.031, 'accuracy': 0.9912, 'ece': 0.004, 'brier': 0.013}
 
     Args:
-        model: Its modules' training modes are left as found.
-        batches: ``(x, y)`` tuples, dicts with ``labels``, or anything with ``forward`` and ``targets``. Batches may
-            differ in size: every label weighs the same.
-        likelihood: ``"classification"``, ``"regression"`` (NLL with its ``noise``), or a likelihood object; one of a
-            user's own gives the NLL alone.
-        bins: Of the calibration error.
-        forward: ``forward(model, batch)`` gives the outputs.
-        targets: ``targets(batch)`` gives the targets.
+        model: The network. The modes of its modules do not change.
+        batches: ``(x, y)`` tuples, dicts with ``labels``, or any batches with ``forward`` and ``targets``. Batches may
+            differ in size: every label has the same weight.
+        likelihood: ``"classification"``, ``"regression"`` (NLL with its ``noise``), or a likelihood object. A user's
+            own likelihood gives only the NLL.
+        bins: Number of bins of the calibration error.
+        forward: ``forward(model, batch)`` returns the outputs.
+        targets: ``targets(batch)`` returns the targets.
 
     Raises:
-        ValueError: No samples at all, a label out of range, outputs or targets that are not numbers.
+        ValueError: There are no samples, a label is out of range, or outputs or targets hold NaN or infinity.
     """
     chosen = get_likelihood(likelihood)
     if not isinstance(bins, int) or bins < 1:
@@ -81,8 +81,8 @@ def quality(
             sums.add(outputs, labels)
     if sums.count == 0:
         raise ValueError(
-            "batches gave nothing to measure: the loader is empty, every label is ignored, or a generator was read "
-            "to its end before."
+            "batches held nothing to measure: the loader is empty, every label is ignored, or a generator was already "
+            "used up."
         )
     return sums.result()
 
@@ -95,7 +95,7 @@ class _Classification:
         self.edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
         self.count = 0
         self.nll = self.correct = self.brier = 0.0
-        self.gap = torch.zeros(bins, dtype=torch.float64)  # Σ (correct − confidence) in each bin
+        self.gap = torch.zeros(bins, dtype=torch.float64)  # Σ (correct − confidence) per bin
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         logits = outputs.movedim(self.likelihood.class_dim, -1).flatten(0, -2)
@@ -107,7 +107,7 @@ class _Classification:
         logs = logits.log_softmax(-1)
         of_label = logs.gather(1, labels.unsqueeze(1)).squeeze(1)
         p = logs.exp()
-        # argmax of the logits, not of p: p may tie by rounding. It is the first of equal ones on the CPU.
+        # argmax of the logits, because rounding may make probabilities equal. On the CPU it is the first of equal ones.
         guess = logits.argmax(-1)
         confidence = p.gather(1, guess.unsqueeze(1)).squeeze(1)
         correct = (guess == labels).double()
@@ -129,7 +129,7 @@ class _Classification:
 
 
 class _Samples:
-    """Running sums of the measures of every other likelihood; squared errors for regression."""
+    """Running sums of the measures for all other likelihoods; squared errors for regression."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
@@ -150,7 +150,7 @@ class _Samples:
 
 
 def _check_numbers(index: int, batch: Any, outputs: Tensor, targets: Tensor) -> None:
-    """NaN and +∞ are named with the batch they came in; −∞ is a legal logit for a class that cannot be."""
+    """Refuse NaN and +∞, and name the batch. −∞ is a legal logit for an impossible class."""
     if targets.is_floating_point() and not bool(targets.isfinite().all()):
         raise ValueError(f"the targets of batch {index} hold NaN or infinity.")
     if not bool((outputs.isnan() | outputs.isposinf()).any()):
@@ -160,6 +160,6 @@ def _check_numbers(index: int, batch: Any, outputs: Tensor, targets: Tensor) -> 
     if any(not bool(value.isfinite().all()) for value in inputs):
         raise ValueError(f"the inputs of batch {index} hold NaN or infinity, and so do the network's outputs.")
     raise ValueError(
-        f"the network's outputs for batch {index} hold NaN or infinity though its inputs do not: the weights have "
-        "diverged or hold NaN themselves."
+        f"the network's outputs for batch {index} hold NaN or infinity although its inputs do not: the weights have "
+        "diverged or hold NaN."
     )
