@@ -9,15 +9,15 @@ import shutil
 import statistics
 from xml.etree import ElementTree
 
+import pandas
 import pytest
 from rich.console import Console
 
 from shaver.commands.main import main
 from shaver.lab.report.figures import front, place, write_figures
-from shaver.lab.report.histories import History
+from shaver.lab.report.frame import Variant, experiments, training_curves
 from shaver.lab.report.output import read_runs, write_report
 from shaver.lab.report.page import LIMIT
-from shaver.lab.report.summary import Training
 from shaver.lab.report.times import duration, scoring_times, training_times
 
 
@@ -184,7 +184,7 @@ def test_two_scales_are_not_mixed(toy_run, tmp_path, capsys):
 def test_the_same_run_twice_changes_nothing(toy_run, tmp_path):
     once = read_runs([toy_run])
     twice = read_runs([toy_run, toy_run / "."])
-    assert len(twice.experiments[0].rows) == len(once.experiments[0].rows)
+    assert len(twice.experiments[0].frame) == len(once.experiments[0].frame)
 
 
 def test_two_recipes_share_a_page(toy_run, tmp_path):
@@ -212,10 +212,13 @@ def test_networks_that_are_not_pruned_yet_make_a_report_too(toy_run, tmp_path):
 
 
 def test_histories_are_means_where_every_seed_has_arrived():
-    one = History("r", "t", "0", Training("map"), [{"epoch": "1", "loss": "4"}, {"epoch": "2", "loss": "2"}])
-    two = History("r", "t", "1", Training("map"), [{"epoch": "1", "loss": "2"}])
-    assert History.mean([one, two], "loss") == [(1.0, 3.0)]
-    assert History.mean([one], "log_evidence") == []
+    labels = {"recipe": "r", "task": "t", "method": "map", "prior": "", "structure": "", "source": ""}
+    row = {**labels, "network": "fcn", "data": "cancer", "criterion": "dense", "sparsity": 0.0, "seed": 0}
+    (experiment,) = experiments(pandas.DataFrame([row]))
+    steps = [(0, 1, 4.0), (0, 2, 2.0), (1, 1, 2.0)]
+    rows = [labels | {"seed": seed, "epoch": epoch, "loss": loss} for seed, epoch, loss in steps]
+    assert training_curves(experiment, pandas.DataFrame(rows)) == {Variant("map"): {"loss": [(1.0, 3.0)]}}
+    assert training_curves(experiment, pandas.DataFrame([{**rows[0], "task": "other"}])) == {}
 
 
 def test_networks_pruned_while_training_have_no_curve_here(toy_run, tmp_path):
@@ -225,7 +228,7 @@ def test_networks_pruned_while_training_have_no_curve_here(toy_run, tmp_path):
     settings = json.loads(config.read_text())
     settings["training"]["online"] = 0.9
     config.write_text(json.dumps(settings))
-    assert len(read_runs([folder]).histories) == len(read_runs([toy_run]).histories) - 1
+    assert len(read_runs([folder]).histories) == len(read_runs([toy_run]).histories) - 2, "two epochs"
 
 
 def test_cells_of_an_earlier_study_have_no_curve_here(toy_run, tmp_path):

@@ -5,11 +5,14 @@ import io
 import math
 import statistics
 
+import pandas
 import pytest
 from rich.console import Console
 
+from shaver.lab.report import frame as frames
+from shaver.lab.report.frame import Estimate
+from shaver.lab.report.names import METRICS, in_order
 from shaver.lab.report.sheets import kept, quality_sheet, scoring_sheet, size_sheet, summary_sheet, training_sheet
-from shaver.lab.report.summary import METRICS, Estimate, experiments, in_order, number
 from shaver.lab.report.tables import comma_separated, latex, markdown, terminal
 from shaver.lab.run.folder import write_rows
 
@@ -37,6 +40,10 @@ BOTH = [
     row("spam", "dense", 0.0, 0.90), row("spam", "opd", 0.5, 0.89), row("spam", "opd", 0.9, 0.50),
     row("spam", "random", 0.5, 0.25), row("spam", "random", 0.9, 0.30),
 ]  # fmt: skip
+
+
+def experiments(rows, titles=None):
+    return frames.experiments(pandas.DataFrame(rows), titles)
 
 
 def accuracy_sheet(rows):
@@ -70,17 +77,17 @@ def test_means_are_over_seeds_only():
     (opd, random) = experiment.curves
     assert opd.points[0.5]["accuracy"].mean == pytest.approx(0.85)
     assert opd.points[0.5]["accuracy"].error == pytest.approx(statistics.stdev([0.8, 0.9]) / math.sqrt(2))
-    assert opd.points[0.0]["accuracy"] == random.points[0.0]["accuracy"] == experiment.dense[opd.training]["accuracy"]
+    assert opd.points[0.0]["accuracy"] == random.points[0.0]["accuracy"] == experiment.dense[opd.variant]["accuracy"]
 
 
 def test_a_dense_network_measured_before_each_stage_counts_once():
     again = [row("map", "dense", 0.0, a, seed=s, stage="finetuned") for s, a in ((0, 0.90), (1, 0.94))]
     (experiment,) = experiments([*ROWS, *again])
-    assert experiment.dense[experiment.trainings[0]]["accuracy"].count == 2
+    assert experiment.dense[experiment.variants[0]]["accuracy"].count == 2
 
 
 def test_the_same_measurement_twice_is_no_second_seed():
-    assert len(experiments([*ROWS, *ROWS])[0].rows) == len(ROWS)
+    assert len(experiments([*ROWS, *ROWS])[0].frame) == len(ROWS)
     with pytest.raises(ValueError, match=r"measure the same thing and differ .*criterion opd, sparsity 0.5"):
         experiments([*ROWS, row("map", "opd", 0.5, 0.81)])
 
@@ -197,8 +204,52 @@ def test_a_criterion_of_a_users_own_comes_last():
 
 @pytest.mark.parametrize("cell", ["", "nan", float("inf"), None])
 def test_what_is_no_number_is_missing(cell):
-    assert number(cell) is None
-    assert number("0.5") == 0.5
+    (experiment,) = experiments([row("map", "opd", 0.5, 0.8, nll=cell), row("map", "opd", 0.5, 0.6, seed=1, nll="0.5")])
+    assert experiment.curves[0].points[0.5]["nll"] == Estimate(0.5, None, 1)
+
+
+DEAD = [
+    row("map", "dense", 0.0, 0.07, seed=2, learned="no"), row("map", "opd", 0.5, 0.07, seed=2, learned="no"),
+    row("map", "opd", 0.9, 0.07, seed=2, learned="no"),
+]  # fmt: skip
+
+
+def test_a_network_that_did_not_learn_is_in_no_mean_and_on_every_table():
+    (experiment,), (without,) = experiments([*BOTH, *DEAD]), experiments(BOTH)
+    assert [curve.points for curve in experiment.curves] == [curve.points for curve in without.curves]
+    words = "MAP: 1 of 3 did not learn, they are as good as guessing (test accuracy of seed 2: 7.0 %)"
+    sheet = quality_sheet(experiment, ACCURACY)
+    assert ("OPD", "MAP (1 of 3 did not learn)") in [line.labels for line in sheet.lines]
+    for text in (markdown(sheet), latex(sheet).replace("\\%", "%"), shown(terminal(sheet, 200), 200)):
+        assert words in text.replace("\n", " ")
+    assert "1 of 3 did not learn" in comma_separated(sheet)
+    assert words in summary_sheet([experiment]).note
+    assert kept(experiment) == kept(without)
+
+
+def test_a_method_of_which_nothing_learned_has_no_summary():
+    rows = [row("map", c, s, 0.1, learned="no") for c, s in (("dense", 0.0), ("opd", 0.5))]
+    (experiment,) = experiments(rows)
+    assert kept(experiment) == {}
+    assert quality_sheet(experiment, ACCURACY).lines[0].labels == ("OPD", "MAP (1 of 1 did not learn)")
+    assert "no result of the method" in quality_sheet(experiment, ACCURACY).note
+
+
+def test_speed_is_measured_where_units_are_removed_and_one_where_weights_are_masked():
+    def measured(criterion, sparsity, accuracy, flops, latency, stage="posthoc"):
+        more = {"latency_ms": latency} if latency else {}
+        return row("spam", criterion, sparsity, accuracy, flops=flops, bytes=10, stage=stage, **more)
+
+    rows = [
+        measured("dense", 0.0, 0.9, 100, 2.0), measured("opd", 0.95, 0.9, 100, None),
+        measured("opd", 0.5, 0.9, 50, 1.0, "structured"), measured("opd", 0.7, 0.895, 30, 0.8, "structured"),
+        measured("opd", 0.8, 0.5, 20, 0.5, "structured"),
+    ]  # fmt: skip
+    sheet = size_sheet(experiments(rows)[0])
+    assert sheet.columns[-1] == "speed"
+    assert [(line.labels[-1], line.entries[-1].text) for line in sheet.lines] == [
+        ("dense", "× 1.0"), ("95 %, post hoc", "× 1"), ("70 %, structured", "× 2.5"),
+    ]  # fmt: skip
 
 
 def test_rows_with_different_columns_share_one_header(tmp_path):

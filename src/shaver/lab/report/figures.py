@@ -5,24 +5,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shaver.io import atomic_path
-from shaver.lab.report.histories import QUANTITIES, History
+from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, Variant, training_curves
+from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, Metric, in_order
 from shaver.lab.report.sheets import percent
-from shaver.lab.report.summary import (
-    CRITERION_NAMES,
-    METHOD_NAMES,
-    METRICS,
-    STAGE_NAMES,
-    Curve,
-    Estimate,
-    Experiment,
-    Metric,
-    Training,
-    in_order,
-)
-from shaver.lab.report.times import scoring_times, training_label, training_times
+from shaver.lab.report.times import scoring_times, training_times
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 #: By criterion, after Okabe and Ito: told apart with any colour vision. The page uses the same.
 COLOURS = {
@@ -65,7 +57,7 @@ Draw = Callable[[Any], None]
 
 
 def write_figures(
-    experiments: Sequence[Experiment], histories: Sequence[History], folder: Path, suffixes: Sequence[str]
+    experiments: Sequence[Experiment], histories: "DataFrame", folder: Path, suffixes: Sequence[str]
 ) -> list[Path]:
     """Draw every figure that the results have the numbers for.
 
@@ -87,14 +79,14 @@ def write_figures(
     for e in experiments:
         if e.curves:
             jobs.append((f"{e.slug}-quality", partial(quality, experiment=e)))
-        if len([t for t in e.trainings if t.method == "spam"]) > 1 and e.curves:
+        if len([t for t in e.variants if t.method == "spam"]) > 1 and e.curves:
             jobs.append((f"{e.slug}-priors", partial(priors, experiment=e)))
         if len(e.stages) > 1:
             jobs.append((f"{e.slug}-stages", partial(stages, experiment=e)))
         if varying_costs(e):
             jobs.append((f"{e.slug}-pareto", partial(pareto, experiment=e)))
-        if own := [h for h in histories if h.belongs_to(e)]:
-            jobs.append((f"{e.slug}-training", partial(training, experiment=e, histories=own)))
+        if any(curves := training_curves(e, histories)):
+            jobs.append((f"{e.slug}-training", partial(training, curves=curves, title=e.title)))
     if training_times(experiments).bars or scoring_times(experiments).bars:
         jobs.append(("costs", partial(costs, experiments=experiments)))
     written = []
@@ -132,12 +124,12 @@ def quality(plt: Any, experiment: Experiment) -> None:
 def priors(plt: Any, experiment: Experiment) -> None:
     """Priors (colour) and curvatures (dashes) of SpaM beside MAP, for OPD and GraSP or what there is."""
     names = [c for c in ("opd", "grasp") if c in experiment.criteria] or experiment.criteria[:1]
-    spam = [t for t in experiment.trainings if t.method == "spam"]
+    spam = [t for t in experiment.variants if t.method == "spam"]
     prior_names = list(dict.fromkeys(t.prior_name for t in spam))
     curvatures = list(dict.fromkeys(t.curvature_name for t in spam))
     dashes = ["solid", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (2, 2)), (0, (8, 3))]
 
-    def style(t: Training) -> dict[str, Any]:
+    def style(t: Variant) -> dict[str, Any]:
         if t.method != "spam":
             return {"color": "#777777", "linestyle": _DASHES.get(t.method, "solid"), "label": t.method_name}
         dash = dashes[curvatures.index(t.curvature_name) % len(dashes)]
@@ -147,7 +139,7 @@ def priors(plt: Any, experiment: Experiment) -> None:
     axes = _panels(plt, len(names))
     for axis, name in zip(axes, names, strict=True):
         for curve in (c for c in experiment.curves if (c.criterion, c.stage) == (name, experiment.stages[0])):
-            _line(axis, curve.values("accuracy"), METRICS[0], band=False, linewidth=1.8, **style(curve.training))
+            _line(axis, curve.values("accuracy"), METRICS[0], band=False, linewidth=1.8, **style(curve.variant))
         _sparsity_axis(axis, [c for c in experiment.curves if c.criterion == name])
         axis.set_title(f"{experiment.title}, {CRITERION_NAMES.get(name, name)}")
     axes[0].set_ylabel(METRICS[0].title)
@@ -179,7 +171,7 @@ def pareto(plt: Any, experiment: Experiment) -> None:
             hollow = curve.stage == experiment.stages[0] and len(experiment.stages) > 1
             axis.scatter(
                 *zip(*own, strict=True), s=22, color=_colour(curve.criterion), linewidths=1.1,
-                marker="o" if curve.training.method == "spam" else "^",
+                marker="o" if curve.variant.method == "spam" else "^",
                 **({"facecolors": "none"} if hollow else {}), zorder=3,
             )  # fmt: skip
         axis.step(*zip(*front(points), strict=True), where="post", color="#333333", linewidth=1, zorder=2)
@@ -189,25 +181,20 @@ def pareto(plt: Any, experiment: Experiment) -> None:
     _legend(plt, experiment.curves, experiment.title, points=True)
 
 
-def training(plt: Any, experiment: Experiment, histories: Sequence[History]) -> None:
+def training(plt: Any, curves: Mapping[Variant, Mapping[str, Sequence[tuple[float, float]]]], title: str) -> None:
     """Loss, evidence, effective parameters and the share of weights with S > 1, mean over seeds, by epoch."""
-    by_training: dict[Training, list[History]] = {}
-    for history in histories:
-        by_training.setdefault(history.training, []).append(history)
-    keys = [key for key in QUANTITIES if any(h.column(key) for h in histories)]
-    for axis, key in zip(_panels(plt, len(keys), columns=2), keys, strict=True):
-        for i, (one, own) in enumerate(by_training.items()):
-            curve = History.mean(own, key)
-            if curve:
-                name = training_label(one, list(by_training))
-                colour = "#888888" if one.method == "map" else CYCLE[i % len(CYCLE)]
-                style = {"color": colour, "linestyle": _DASHES.get(one.method, "solid")}
-                axis.plot(*zip(*curve, strict=True), label=name, linewidth=1.8, **style)
+    keys = [key for key in QUANTITIES if any(key in found for found in curves.values())]
+    axes = _panels(plt, len(keys), columns=2)
+    for axis, key in zip(axes, keys, strict=True):
+        for i, (variant, found) in enumerate(curves.items()):
+            if key in found:
+                colour = "#888888" if variant.method == "map" else CYCLE[i % len(CYCLE)]
+                style = {"color": colour, "linestyle": _DASHES.get(variant.method, "solid"), "linewidth": 1.8}
+                axis.plot(*zip(*found[key], strict=True), label=variant.label(list(curves)), **style)
         axis.set_title(QUANTITIES[key])
         axis.set_xlabel("epoch")
-    figure = plt.gcf()
-    handles = {label: h for a in figure.axes for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
-    _below(plt, list(handles.values()), list(handles), experiment.title)
+    handles = {label: h for axis in axes for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    _below(plt, list(handles.values()), list(handles), title)
 
 
 def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
@@ -293,8 +280,8 @@ def _panels(plt: Any, count: int, columns: int = 3, *, sharey: bool = False) -> 
 
 
 def _main_curves(experiment: Experiment, stage: str) -> list[Curve]:
-    main = experiment.main_trainings()
-    return [c for c in experiment.curves if c.stage == stage and c.training in main]
+    main = experiment.main_variants()
+    return [c for c in experiment.curves if c.stage == stage and c.variant in main]
 
 
 def _over_sparsity(axis: Any, curves: Sequence[Curve], metric: Metric) -> None:
@@ -302,7 +289,7 @@ def _over_sparsity(axis: Any, curves: Sequence[Curve], metric: Metric) -> None:
     for curve in curves:
         strong = curve.criterion == "opd"
         _line(axis, curve.values(metric.key), metric, color=_colour(curve.criterion),
-              linestyle=_DASHES.get(curve.training.method, "solid"), linewidth=2.4 if strong else 1.3,
+              linestyle=_DASHES.get(curve.variant.method, "solid"), linewidth=2.4 if strong else 1.3,
               zorder=3 if strong else 2, band=strong or len(curves) <= 4)  # fmt: skip
     _sparsity_axis(axis, curves)
 
@@ -356,7 +343,7 @@ def _legend(plt: Any, curves: Sequence[Curve], title: str = "", *, points: bool 
     from matplotlib.lines import Line2D
 
     handles = []
-    for method in in_order((c.training.method for c in curves), METHOD_NAMES):
+    for method in in_order((c.variant.method for c in curves), METHOD_NAMES):
         look = (
             {"linestyle": "none", "marker": "o" if method == "spam" else "^"}
             if points

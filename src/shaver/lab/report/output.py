@@ -3,20 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from shaver.io import write_text
 from shaver.lab.report import FORMATS
 from shaver.lab.report.figures import write_figures
-from shaver.lab.report.frame import load_runs
-from shaver.lab.report.histories import History, read_histories
+from shaver.lab.report.frame import Experiment, experiments, load_histories, load_runs
+from shaver.lab.report.names import METRICS
 from shaver.lab.report.page import Source, render_page
 from shaver.lab.report.sheets import Sheet, quality_sheet, scoring_sheet, size_sheet, summary_sheet, training_sheet
-from shaver.lab.report.summary import METRICS, Experiment, experiments
 from shaver.lab.report.tables import comma_separated, latex, markdown, terminal
-from shaver.lab.run.folder import Row, read_study
+from shaver.lab.run.folder import read_study
 from shaver.naming import check_name
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 PAGE = "report.html"
 _FILES = {"markdown": (".md", markdown), "csv": (".csv", comma_separated), "latex": (".tex", latex)}
@@ -34,7 +37,7 @@ class Study:
     """
 
     experiments: Sequence[Experiment]
-    histories: Sequence[History]
+    histories: "DataFrame"
     sources: Sequence[Source]
     scale: str
 
@@ -43,33 +46,32 @@ def read_runs(folders: Sequence[Path]) -> Study:
     """Read run folders for a report.
 
     Raises:
-        FileNotFoundError: A folder is not there or no run.
+        FileNotFoundError: A folder is missing, or not the folder of a run.
         ValueError: There are no results, or two scales that must not stand in one table.
     """
     if not folders:
         raise ValueError("a report needs at least one run folder, such as runs/lenet-mnist-cpu.")
-    unique = list({folder.resolve(): folder for folder in folders}.values())
-    rows: list[Row] = []
-    scales: dict[str, list[str]] = {}
+    import pandas
+
+    frames, histories = [], []
     sources: list[Source] = []
-    histories: list[History] = []
     titles: dict[tuple[str, str], str] = {}
-    for folder in unique:
-        own: list[Row] = load_runs(folder).to_dict("records")
-        if not own:
+    for folder in {folder.resolve(): folder for folder in folders}.values():
+        frames.append(load_runs(folder).assign(folder=str(folder)))
+        if frames[-1].empty:
             raise ValueError(f"{folder} has results without a single row; `shaver run` with its recipe makes them.")
-        rows += own
-        for scale in dict.fromkeys(row["scale"] for row in own):
-            scales.setdefault(scale, []).append(str(folder))
         source = Source(folder, read_study(folder), tuple(sorted((folder / "pictures").glob("*.svg"))))
         sources.append(source)
-        histories += read_histories(folder, source.name, source.study.get("cells") or ())
+        histories.append(load_histories(folder, source.name, source.study.get("cells") or ()))
         tasks = source.recipe.get("tasks") or ()
         titles |= {(source.name, task["name"]): task["title"] for task in tasks if "title" in task}
+    frame = pandas.concat(frames, ignore_index=True)
+    scales = frame.groupby("scale", sort=False).folder.unique()
     if len(scales) > 1:
         what = "; ".join(f"{scale}: {', '.join(where)}" for scale, where in scales.items())
         raise ValueError(f"runs of different scales do not belong in one table ({what}); report them apart.")
-    return Study(experiments(rows, titles), histories, sources, next(iter(scales)))
+    found = experiments(frame.drop(columns="folder"), titles)
+    return Study(found, pandas.concat(histories, ignore_index=True), sources, str(frame.scale.iloc[0]))
 
 
 def sheets_of(study: Study) -> list[Sheet]:

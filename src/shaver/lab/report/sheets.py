@@ -3,17 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shaver.lab.report.summary import (
-    CRITERION_NAMES,
-    METHOD_NAMES,
-    STAGE_NAMES,
-    Estimate,
-    Experiment,
-    Metric,
-    Training,
-    in_order,
-)
-from shaver.lab.report.times import duration, scoring_seconds, training_numbers
+from shaver.lab.report.frame import Curve, Estimate, Experiment, Variant
+from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, STAGE_NAMES, Metric, in_order
+from shaver.lab.report.times import duration, numbers_of, scoring_seconds
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Entry:
 
 
 EMPTY = Entry("–", "–")
-_TRAINING = ("training", "prior", "curvature")
+_VARIANT = ("training", "prior", "curvature")
 _Show = tuple[str, Callable[[float], str]]
 
 
@@ -94,7 +86,7 @@ def quality_sheet(experiment: Experiment, metric: Metric) -> Sheet | None:
         Line(
             (
                 CRITERION_NAMES.get(curve.criterion, curve.criterion),
-                *_training_labels(experiment, curve.training),
+                *_training_labels(experiment, curve.variant),
                 STAGE_NAMES.get(curve.stage, curve.stage),
             ),
             tuple(_entry(curve.values(metric.key).get(s), metric) for s in sparsities),
@@ -104,8 +96,13 @@ def quality_sheet(experiment: Experiment, metric: Metric) -> Sheet | None:
     sheet = Sheet(
         name=f"{experiment.slug}-{metric.key}",
         title=f"{experiment.title}: {metric.title}",
-        note=_averaged(sorted({e.count for curve in curves for e in curve.values(metric.key).values()})),
-        heads=("criterion", *_TRAINING, "stage"),
+        note=" ".join(
+            [
+                _averaged(sorted({e.count for curve in curves for e in curve.values(metric.key).values()})),
+                *failure_notes(experiment),
+            ]
+        ),
+        heads=("criterion", *_VARIANT, "stage"),
         columns=tuple("dense" if s == 0 else percent(s) for s in sparsities),
         over="sparsity, %",
         lines=tuple(_marked(lines, metric)),
@@ -120,23 +117,20 @@ def kept(experiment: Experiment, drop: float = 0.01) -> dict[str, float]:
     after a fall does not count.
     """
     found: dict[str, float] = {}
-    for training in experiment.main_trainings():
+    for variant in experiment.main_variants():
         for curve in experiment.curves:
             values = curve.values("accuracy")
-            wanted = (curve.training, curve.criterion) == (training, main_criterion(experiment))
-            if not wanted or 0.0 not in values or training.method in found:
+            wanted = (curve.variant, curve.criterion) == (variant, experiment.main_criterion)
+            if variant in experiment.failures and experiment.failures[variant].is_total:
                 continue
-            found[training.method] = 0.0
+            if not wanted or 0.0 not in values or variant.method in found:
+                continue
+            found[variant.method] = 0.0
             for sparsity, point in values.items():
                 if point.mean < values[0.0].mean - drop - 1e-9:
                     break
-                found[training.method] = sparsity
+                found[variant.method] = sparsity
     return found
-
-
-def main_criterion(experiment: Experiment) -> str:
-    """OPD, or the first there is."""
-    return "opd" if "opd" in experiment.criteria else next(iter(experiment.criteria), "")
 
 
 def summary_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
@@ -147,7 +141,7 @@ def summary_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
         return None
     lines = tuple(
         Line(
-            (e.title, CRITERION_NAMES.get(main_criterion(e), main_criterion(e))),
+            (e.title, CRITERION_NAMES.get(e.main_criterion, e.main_criterion)),
             tuple(Entry(f"{percent(found[m])} %", value=found[m]) if m in found else EMPTY for m in methods),
         )
         for e, found in reached
@@ -156,7 +150,12 @@ def summary_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
     return Sheet(
         name="summary",
         title="How much can go before accuracy falls by more than one point",
-        note="The highest sparsity measured up to which the mean stays within one point of the dense network’s.",
+        note=" ".join(
+            [
+                "The highest sparsity measured up to which the mean stays within one point of the dense network’s.",
+                *(note for experiment in experiments for note in failure_notes(experiment)),
+            ]
+        ),
         heads=("experiment", "pruned by"),
         columns=tuple(METHOD_NAMES.get(m, m) for m in methods),
         over="",
@@ -173,14 +172,14 @@ def training_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
         "epochs": ("epochs", "{:.0f}".format),
         "train_seconds": ("training", duration),
     }
-    rows = [(e, t, training_numbers(e, t)) for e in experiments for t in e.trainings]
+    rows = [(e, t, numbers_of(e, t)) for e in experiments for t in e.variants]
     keys = [key for key in shows if any(key in numbers for _, _, numbers in rows)]
     if "train_seconds" not in keys:
         return None
     lines = []
     for experiment, training, numbers in rows:
-        base = experiment.main_training("map")
-        of_map = training_numbers(experiment, base).get("train_seconds") if base else None
+        base = experiment.main_variant("map")
+        of_map = numbers_of(experiment, base).get("train_seconds") if base else None
         own = numbers.get("train_seconds")
         ratio = Entry(f"{own.mean / of_map.mean:.2f}", value=own.mean / of_map.mean) if own and of_map else EMPTY
         entries = (*(_plain(numbers.get(key), shows[key][1]) for key in keys), ratio)
@@ -188,8 +187,13 @@ def training_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
     sheet = Sheet(
         name="training",
         title="Training: what it reached before pruning, and what it took",
-        note="Means over seeds. The last column is the time divided by that of MAP on the same data.",
-        heads=("experiment", *_TRAINING),
+        note=" ".join(
+            [
+                "Means over seeds. The last column is the time divided by that of MAP on the same data.",
+                *(note for experiment in experiments for note in failure_notes(experiment)),
+            ]
+        ),
+        heads=("experiment", *_VARIANT),
         columns=(*(shows[key][0] for key in keys), "time / MAP"),
         over="",
         lines=tuple(lines),
@@ -219,49 +223,91 @@ def scoring_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
 
 
 def size_sheet(experiment: Experiment, sparsity: float = 0.95) -> Sheet | None:
-    """Dense and pruned networks side by side: what is left, how large it is, how long it runs."""
+    """Dense and pruned networks side by side: what is left, how large it is, how fast it runs.
+
+    Of a structured stage the highest sparsity is shown that costs at most one point of accuracy, or the lowest.
+    """
     shows: dict[str, _Show] = {
         "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
         "parameters": ("parameters", "{:,.0f}".format),
-        "nonzeros": ("not zero", "{:,.0f}".format),
+        "nonzeros": ("non-zero", "{:,.0f}".format),
         "bytes": ("bytes", "{:,.0f}".format),
         "flops": ("FLOPs", "{:,.0f}".format),
         "latency_ms": ("latency, ms", "{:.3f}".format),
     }
-    chosen = main_criterion(experiment)
-    rows: list[tuple[tuple[str, ...], Mapping[str, Estimate]]] = []
-    for training in experiment.trainings:
-        labels = _training_labels(experiment, training)
-        if training in experiment.dense:
-            rows.append(((*labels, "dense"), experiment.dense[training]))
+    chosen = experiment.main_criterion
+    rows: list[tuple[tuple[str, ...], Mapping[str, Estimate], Entry]] = []
+    for variant in experiment.variants:
+        labels = _training_labels(experiment, variant)
+        dense = experiment.dense.get(variant, {})
+        if dense:
+            rows.append(((*labels, "dense"), dense, _speed(dense, dense)))
         for curve in experiment.curves:
-            if (curve.training, curve.criterion) == (training, chosen) and sparsity in curve.points:
-                what = f"{percent(sparsity)} %, {STAGE_NAMES.get(curve.stage, curve.stage)}"
-                rows.append(((*labels, what), curve.points[sparsity]))
-    keys = [key for key in shows if any(key in numbers for _, numbers in rows)]
+            if (curve.variant, curve.criterion) != (variant, chosen):
+                continue
+            shown = _harmless(curve) if curve.stage == "structured" else sparsity
+            if shown in curve.points:
+                what = f"{percent(shown)} %, {STAGE_NAMES.get(curve.stage, curve.stage)}"
+                rows.append(((*labels, what), curve.points[shown], _speed(dense, curve.points[shown])))
+    keys = [key for key in shows if any(key in numbers for _, numbers, _ in rows)]
     if not {"bytes", "flops", "latency_ms", "nonzeros"} & set(keys):
         return None
+    lines = tuple(
+        Line(label, (*(_plain(numbers.get(k), shows[k][1]) for k in keys), speed)) for label, numbers, speed in rows
+    )
     sheet = Sheet(
         name=f"{experiment.slug}-size",
         title=f"{experiment.title}: size and speed, pruned by {CRITERION_NAMES.get(chosen, chosen)}",
-        note="Means over seeds.",
-        heads=(*_TRAINING, "network"),
-        columns=tuple(shows[key][0] for key in keys),
+        note="Means over seeds. Speed is relative to the dense network: measured where units were removed; 1 where "
+        "single weights were removed, as zeros in a dense tensor are multiplied like any number.",
+        heads=(*_VARIANT, "network"),
+        columns=(*(shows[key][0] for key in keys), "speed"),
         over="",
-        lines=tuple(Line(label, tuple(_plain(numbers.get(k), shows[k][1]) for k in keys)) for label, numbers in rows),
+        lines=lines,
     )
     return _without_constant_labels(sheet, keep=1)
 
 
-def _training_labels(experiment: Experiment, training: Training) -> tuple[str, str, str]:
-    """The name of the method; prior and curvature only where the method comes with more than one of them."""
-    own = [t for t in experiment.trainings if t.method == training.method]
-    several = len(own) > 1 or training.method == "spam"
+def _harmless(curve: Curve) -> float:
+    """The highest sparsity that costs at most one point of accuracy, or the lowest there is."""
+    values = curve.values("accuracy")
+    least = values[0.0].mean - 0.01 - 1e-9 if 0.0 in values else 0.0
+    pruned = [s for s in values if s > 0]
+    return max((s for s in pruned if values[s].mean >= least), default=min(pruned, default=0.0))
+
+
+def _speed(dense: Mapping[str, Estimate], pruned: Mapping[str, Estimate]) -> Entry:
+    if "latency_ms" in dense and "latency_ms" in pruned:
+        ratio = dense["latency_ms"].mean / pruned["latency_ms"].mean
+        return Entry(f"× {ratio:.1f}", value=ratio)
+    same = dense.get("flops") is not None and dense["flops"] == pruned.get("flops")
+    return Entry("× 1", value=1.0) if same else EMPTY
+
+
+def _training_labels(experiment: Experiment, variant: Variant) -> tuple[str, str, str]:
+    """The name of the method; prior and curvature only where the method comes with more than one of them.
+
+    The name also says if some networks did not learn.
+    """
+    own = [v for v in experiment.variants if v.method == variant.method]
+    several = len(own) > 1 or variant.method == "spam"
+    failure = experiment.failures.get(variant)
     return (
-        training.method_name,
-        training.prior_name or "–" if several else "–",
-        training.curvature_name or "–" if several else "–",
+        variant.method_name + ("" if failure is None else f" ({failure})"),
+        variant.prior_name or "–" if several else "–",
+        variant.curvature_name or "–" if several else "–",
     )
+
+
+def failure_notes(experiment: Experiment) -> list[str]:
+    """One sentence for each variant of which some networks did not learn."""
+    notes = []
+    for variant, failure in experiment.failures.items():
+        listed = ", ".join(f"seed {seed}: {100 * found:.1f} %" for seed, found in failure.accuracies.items())
+        counted = "These numbers are no result of the method" if failure.is_total else "They are in no mean"
+        name = variant.label(experiment.variants)
+        notes.append(f"{name}: {failure}, they are as good as guessing (test accuracy of {listed}). {counted}.")
+    return notes
 
 
 def _without_constant_labels(sheet: Sheet, keep: int) -> Sheet:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shaver.lab.report.summary import CRITERION_NAMES, Estimate, Experiment, Training, in_order
+from shaver.lab.report.frame import Estimate, Experiment, Variant
+from shaver.lab.report.names import CRITERION_NAMES, in_order
 
 #: With more bars than this, one bar a kind of training or criterion, averaged over experiments.
 _MOST = 24
@@ -20,18 +21,18 @@ class Times:
 
 def training_times(experiments: Sequence[Experiment]) -> Times:
     """Each training of each experiment; with many, relative to MAP by method and curvature."""
-    timed = [(e, t, found) for e in experiments for t in e.trainings
-             if (found := training_numbers(e, t).get("train_seconds"))]  # fmt: skip
+    timed = [(e, t, found) for e in experiments for t in e.variants
+             if (found := numbers_of(e, t).get("train_seconds"))]  # fmt: skip
     if len(timed) <= _MOST:
-        bars = [(f"{e.title}, {training_label(t, e.trainings)}", found, t.method) for e, t, found in timed]
+        bars = [(f"{e.title}, {t.label(e.variants)}", found, t.method) for e, t, found in timed]
         return Times("Training", bars, duration)
     ratios: dict[tuple[str, str], list[float]] = {}
-    for experiment, training, found in timed:
-        base = experiment.main_training("map")
-        of_map = training_numbers(experiment, base).get("train_seconds") if base else None
+    for experiment, variant, found in timed:
+        base = experiment.main_variant("map")
+        of_map = numbers_of(experiment, base).get("train_seconds") if base else None
         if of_map:
-            label = " ".join(filter(None, (training.method_name, training.curvature_name)))
-            ratios.setdefault((label, training.method), []).append(found.mean / of_map.mean)
+            label = " ".join(filter(None, (variant.method_name, variant.curvature_name)))
+            ratios.setdefault((label, variant.method), []).append(found.mean / of_map.mean)
     means = [(label, Estimate.of(values), method) for (label, method), values in ratios.items()]
     return Times("Training, relative to MAP, mean over experiments", means, "{:.2f}".format)
 
@@ -50,11 +51,11 @@ def scoring_times(experiments: Sequence[Experiment]) -> Times:
     return Times("Scoring a network, relative to the fastest criterion, mean over experiments", means, "{:.3g}".format)
 
 
-def training_numbers(experiment: Experiment, training: Training) -> dict[str, Estimate]:
+def numbers_of(experiment: Experiment, variant: Variant) -> dict[str, Estimate]:
     """What a training reached and took; the quality only if the dense network was measured."""
-    if training in experiment.dense:
-        return dict(experiment.dense[training])
-    pruned = next((next(iter(c.points.values())) for c in experiment.curves if c.training == training), {})
+    if variant in experiment.dense:
+        return dict(experiment.dense[variant])
+    pruned = next((next(iter(c.points.values())) for c in experiment.curves if c.variant == variant), {})
     return {key: pruned[key] for key in ("train_seconds", "epochs", "log_evidence") if key in pruned}
 
 
@@ -64,13 +65,6 @@ def scoring_seconds(experiment: Experiment, criterion: str) -> Estimate | None:
     values = [next(iter(found.values())).mean for c in curves if (found := c.values("score_seconds"))]
     values = [value for value in values if value > 0]  # online pruning scores while it trains
     return Estimate.of(values) if values else None
-
-
-def training_label(training: Training, among: Sequence[Training]) -> str:
-    """The method; with prior and curvature where it has several."""
-    several = len([t for t in among if t.method == training.method]) > 1
-    parts = (training.method_name, training.prior_name, training.curvature_name) if several else (training.method_name,)
-    return ", ".join(part for part in parts if part)
 
 
 def duration(seconds: float) -> str:

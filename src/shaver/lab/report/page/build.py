@@ -7,33 +7,26 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shaver import __version__
 from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, varying_costs
-from shaver.lab.report.histories import QUANTITIES, History
+from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, training_curves
+from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, in_order
 from shaver.lab.report.page.parts import bars, card, facts, panel, picture, section, sheet_table
 from shaver.lab.report.sheets import (
+    failure_notes,
     kept,
-    main_criterion,
     percent,
     quality_sheet,
     scoring_sheet,
     size_sheet,
     training_sheet,
 )
-from shaver.lab.report.summary import (
-    CRITERION_NAMES,
-    METHOD_NAMES,
-    METRICS,
-    STAGE_NAMES,
-    Curve,
-    Estimate,
-    Experiment,
-    in_order,
-    training_of,
-)
-from shaver.lab.report.times import scoring_times, training_label, training_times
+from shaver.lab.report.times import scoring_times, training_times
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 #: Bytes of the whole page.
 LIMIT = 3_000_000
@@ -68,7 +61,7 @@ class Source:
 
 
 def render_page(
-    experiments: Sequence[Experiment], histories: Sequence[History], sources: Sequence[Source], scale: str
+    experiments: Sequence[Experiment], histories: "DataFrame", sources: Sequence[Source], scale: str
 ) -> str:
     """The whole page as text.
 
@@ -94,7 +87,7 @@ def render_page(
 
 def _render(
     experiments: Sequence[Experiment],
-    histories: Sequence[History],
+    histories: "DataFrame",
     sources: Sequence[Source],
     scale: str,
     fewer_tables: bool,
@@ -142,8 +135,8 @@ def _heading(experiments: Sequence[Experiment], sources: Sequence[Source]) -> st
 
 
 def _header(title: str, experiments: Sequence[Experiment], sources: Sequence[Source], scale: str) -> str:
-    networks = len({(e.recipe, e.task, training_of(row), str(row["seed"])) for e in experiments for row in e.rows})
-    methods = in_order((t.method for e in experiments for t in e.trainings), METHOD_NAMES)
+    networks = sum(e.networks for e in experiments)
+    methods = in_order((t.method for e in experiments for t in e.variants), METHOD_NAMES)
     criteria = in_order(c for e in experiments for c in e.criteria)
     sparsities = {s for e in experiments for s in e.sparsities()}
     trained = " and ".join(", ".join(METHOD_NAMES.get(m, m) for m in methods).rsplit(", ", 1))
@@ -163,6 +156,11 @@ def _header(title: str, experiments: Sequence[Experiment], sources: Sequence[Sou
         "cpu": "This is <b>cpu scale</b>: small enough for two cores, and not the paper’s setting.",
         "paper": "This is <b>paper scale</b>: the hyper-parameters of the paper.",
     }.get(scale, f"Scale: <b>{escape(scale)}</b>.")
+    failed = [f"{e.title}: {note}" for e in experiments for note in failure_notes(e)]
+    warning = ""
+    if failed:
+        items = "".join(f"<li>{escape(note)}</li>" for note in failed)
+        warning = f'<div class="warning" role="alert"><p>Some networks did not learn.</p><ul>{items}</ul></div>'
     cards = [text for e in experiments if (text := _card(e))]
     summary = ""
     if cards:
@@ -173,14 +171,17 @@ def _header(title: str, experiments: Sequence[Experiment], sources: Sequence[Sou
     return (
         f'<header id="top"><p class="eyebrow">shaver study</p><h1>{escape(title)}</h1>'
         f'<p class="lead">{escape(lead)}</p>'
-        f'<div class="scale"><p>{about}</p>{f"<ul>{listed}</ul>" if listed else ""}</div></header>{summary}'
+        f'<div class="scale"><p>{about}</p>{f"<ul>{listed}</ul>" if listed else ""}</div>{warning}</header>{summary}'
     )
 
 
 def _card(experiment: Experiment) -> str:
     reached = kept(experiment)
-    criterion = main_criterion(experiment)
-    return card(experiment.title, CRITERION_NAMES.get(criterion, criterion), reached) if reached else ""
+    criterion = experiment.main_criterion
+    failures = {v.method: str(f) for v, f in experiment.failures.items() if v in experiment.main_variants()}
+    if not reached and not failures:
+        return ""
+    return card(experiment.title, CRITERION_NAMES.get(criterion, criterion), reached, failures)
 
 
 def _curves(experiments: Sequence[Experiment]) -> str:
@@ -216,8 +217,8 @@ def _pareto(experiments: Sequence[Experiment]) -> str:
     )
 
 
-def _training(experiments: Sequence[Experiment], histories: Sequence[History]) -> str:
-    if not any(h.belongs_to(e) for h in histories for e in experiments):
+def _training(experiments: Sequence[Experiment], histories: "DataFrame") -> str:
+    if not any(training_curves(e, histories) for e in experiments):
         return ""
     controls = [("select", "experiment", "Network", "half"), ("chips", "quantity", "Show", "")]
     return section(
@@ -295,7 +296,7 @@ def _reproduce(sources: Sequence[Source]) -> str:
     return section("reproduce", "How to reproduce", text, "".join(out))
 
 
-def _data(experiments: Sequence[Experiment], histories: Sequence[History]) -> dict[str, Any]:
+def _data(experiments: Sequence[Experiment], histories: "DataFrame") -> dict[str, Any]:
     criteria = in_order(c for e in experiments for c in e.criteria)
     return {
         "metrics": [
@@ -307,44 +308,37 @@ def _data(experiments: Sequence[Experiment], histories: Sequence[History]) -> di
         "criteria": {c: {"name": CRITERION_NAMES.get(c, c), "slot": _slot(c)} for c in criteria},
         "costs": COSTS,
         "quantities": QUANTITIES,
-        "experiments": [_experiment_data(e, [h for h in histories if h.belongs_to(e)]) for e in experiments],
+        "experiments": [_experiment_data(e, histories) for e in experiments],
     }
 
 
-def _experiment_data(experiment: Experiment, histories: Sequence[History]) -> dict[str, Any]:
+def _experiment_data(experiment: Experiment, histories: "DataFrame") -> dict[str, Any]:
     costs = varying_costs(experiment)
-    groups: dict[Any, list[History]] = {}
-    for history in histories:
-        groups.setdefault(history.training, []).append(history)
-    order = [t for t in experiment.trainings if t in groups]
+    trained = training_curves(experiment, histories)
     return {
         "title": experiment.title,
         "stages": experiment.stages,
-        "several": len(experiment.trainings) > len(experiment.main_trainings()),
+        "several": len(experiment.variants) > len(experiment.main_variants()),
         "costs": costs,
         "curves": [_curve_data(curve, costs) for curve in experiment.curves],
         "histories": [
             {
-                "label": training_label(t, order),
-                "method": t.method,
-                "y": {
-                    key: [[epoch, _round(value)] for epoch, value in curve]
-                    for key in QUANTITIES
-                    if (curve := History.mean(groups[t], key))
-                },
+                "label": variant.label(list(trained)),
+                "method": variant.method,
+                "y": {key: [[epoch, _round(value)] for epoch, value in curve] for key, curve in found.items()},
             }
-            for t in order
+            for variant, found in trained.items()
         ],
     }
 
 
 def _curve_data(curve: Curve, costs: Sequence[str]) -> dict[str, Any]:
-    spam = curve.training.method == "spam"
+    spam = curve.variant.method == "spam"
     return {
-        "method": curve.training.method,
+        "method": curve.variant.method,
         "criterion": curve.criterion,
-        "prior": curve.training.prior_name if spam else "",
-        "curvature": curve.training.curvature_name if spam else "",
+        "prior": curve.variant.prior_name if spam else "",
+        "curvature": curve.variant.curvature_name if spam else "",
         "stage": curve.stage,
         "x": list(curve.points),
         "y": {

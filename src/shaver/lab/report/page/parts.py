@@ -6,8 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from shaver.lab.report.frame import Estimate
+from shaver.lab.report.names import METHOD_NAMES
 from shaver.lab.report.sheets import Entry, Sheet, percent
-from shaver.lab.report.summary import METHOD_NAMES, Estimate
 
 #: Dimensions that curves can be coloured by.
 _COLOURS = {"criterion": "criterion", "prior": "prior", "curvature": "curvature", "stage": "stage", "method": "method"}
@@ -48,15 +49,21 @@ def panel(key: str, controls: Sequence[tuple[str, str, str, str]], hint: str) ->
     )
 
 
-def card(title: str, criterion: str, reached: Mapping[str, float]) -> str:
-    """The summary of an experiment: a meter for each method."""
+def card(title: str, criterion: str, reached: Mapping[str, float], failures: Mapping[str, str]) -> str:
+    """The summary of an experiment: a meter for each method, and a warning for each of which networks did not learn."""
     rows = "".join(
         f"<dt>{escape(METHOD_NAMES.get(method, method))}</dt>"
         f'<dd class="meter"><i class="{escape(method, quote=True)}" style="width:{100 * share:.2f}%"></i></dd>'
         f'<dd class="number">{percent(share)} %</dd>'
         for method, share in reached.items()
     )
-    return f'<div class="card"><h3>{escape(title)}</h3><p>pruned by {escape(criterion)}</p><dl>{rows}</dl></div>'
+    warnings = "".join(
+        f'<p class="warning">{escape(METHOD_NAMES.get(method, method))}: {escape(failure)}</p>'
+        for method, failure in failures.items()
+    )
+    return (
+        f'<div class="card"><h3>{escape(title)}</h3><p>pruned by {escape(criterion)}</p><dl>{rows}</dl>{warnings}</div>'
+    )
 
 
 def sheet_table(sheet: Sheet) -> str:

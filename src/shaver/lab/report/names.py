@@ -1,0 +1,79 @@
+"""What things are called in tables, figures and on the page, and in which order they stand."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+METHOD_NAMES = {"map": "MAP", "l1": "L1", "spam": "SpaM"}
+CRITERION_NAMES = {
+    "opd": "OPD",
+    "obd": "OBD",
+    "magnitude": "magnitude",
+    "snip": "SNIP",
+    "grasp": "GraSP",
+    "synflow": "SynFlow",
+    "wanda": "Wanda",
+    "random": "random",
+}
+PRIOR_NAMES = {"scalar": "scalar", "layer": "layer-wise", "unit": "unit-wise", "parameter": "parameter-wise"}
+STRUCTURE_NAMES = {"diag": "Diag", "kron": "KFAC"}
+SOURCE_NAMES = {"ggn": "GGN", "ef": "EF", "mc": "MC"}
+STAGE_NAMES = {
+    "posthoc": "post hoc",
+    "finetuned": "fine-tuned",
+    "online": "online",
+    "structured": "structured",
+    "two-steps": "two SpaM steps after training",
+}
+NETWORK_NAMES = {
+    "fcn": "FCN",
+    "lenet": "LeNet",
+    "digits_cnn": "small CNN",
+    "mixer": "MLP-Mixer",
+    "resnet18": "ResNet-18",
+    "resnet18_fixup": "Fixup ResNet-18",
+    "wrn16": "WRN-16",
+    "wrn16_fixup": "Fixup WRN-16",
+    "vit": "ViT",
+    "distilbert": "DistilBERT",
+    "gpt2": "GPT-2",
+    "minilm": "MiniLM",
+    "small-gpt": "small GPT",
+}
+DATA_NAMES = {
+    "cancer": "breast cancer",
+    "digits": "digits",
+    "mnist": "MNIST",
+    "fashion": "FashionMNIST",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "imdb": "IMDB",
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measure of quality: its column, how it is written, and which direction is good."""
+
+    key: str
+    title: str
+    factor: float
+    digits: int
+    lower_is_better: bool
+
+    def text(self, value: float, digits: int | None = None) -> str:
+        """The value as tables show it."""
+        return f"{value * self.factor:.{self.digits if digits is None else digits}f}"
+
+
+METRICS = (
+    Metric("accuracy", "test accuracy, %", 100.0, 2, lower_is_better=False),
+    Metric("nll", "negative log likelihood", 1.0, 3, lower_is_better=True),
+    Metric("ece", "calibration error (ECE), %", 100.0, 2, lower_is_better=True),
+    Metric("brier", "Brier score", 1.0, 3, lower_is_better=True),
+)
+
+
+def in_order(given: Iterable[str], known: Iterable[str] = tuple(CRITERION_NAMES)) -> list[str]:
+    """The names without repeats: the known ones in their order, then the others."""
+    found, order = list(dict.fromkeys(given)), list(known)
+    return [name for name in order if name in found] + [name for name in found if name not in order]
