@@ -144,7 +144,8 @@ def next_tokens(batch: Any) -> Tensor:
     the same shift. The last position has no next token and is ignored.
 
     Example:
-        >>> shaver.curvature.estimate(model, batches, source="ef", targets=next_tokens)
+        >>> next_tokens({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})
+        tensor([[   6,    7, -100]])
     """
     return F.pad(targets_of(batch)[:, 1:], (0, 1), value=IGNORED)
 

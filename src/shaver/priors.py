@@ -253,7 +253,7 @@ def make_prior(
 
     Example:
         >>> prior = make_prior("unit", dict(model.named_parameters()))
-        >>> prior.delta()["fc.weight"].shape
+        >>> prior.delta()["fc1.weight"].shape
         torch.Size([84, 120])
 
         One precision per attention head of 64 features, and one per tensor for all others::

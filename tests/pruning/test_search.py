@@ -43,7 +43,7 @@ def test_accuracy_on_batches_falls_by_at_most_the_tolerance():
     reached = float((model(x).argmax(1) == y).float().mean())
     assert pruned.quality_before == 1.0
     assert reached == pytest.approx(pruned.quality_after)
-    assert 0.95 - 1e-9 <= reached < 1
+    assert 0.95 - 1e-6 <= reached < 1
     assert 0.05 < pruned.achieved < 0.9
 
 

@@ -19,11 +19,11 @@ UPPER = math.exp(LOG_BOUNDS[1])
 OFTEN: dict[str, Any] = {"every": 1, "decay": 0.9, "update": 10}
 
 
-def logistic(samples: int = 600, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Three classes drawn from a linear model of eight inputs, of which the last five have no say."""
+def logistic(samples: int = 600, inputs: int = 33, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Three classes drawn from a linear model of inputs of which only the first three have a say."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, 8, generator=generator, dtype=torch.float64)
-    truth = torch.zeros(3, 8, dtype=torch.float64)
+    x = torch.randn(samples, inputs, generator=generator, dtype=torch.float64)
+    truth = torch.zeros(3, inputs, dtype=torch.float64)
     truth[:, :3] = 2.5 * torch.eye(3)
     y = torch.multinomial((x @ truth.T).softmax(1), 1, generator=generator).squeeze(1)
     return x, y
@@ -45,7 +45,7 @@ def linear(noise: float, samples: int = 400, seed: int = 0) -> tuple[Tensor, Ten
 )
 def test_inputs_without_a_say_get_the_highest_precision(make: Any, source: str):
     x, y = logistic()
-    model = seeded(lambda: nn.Linear(8, 3))
+    model = seeded(lambda: nn.Linear(33, 3))
     total = 40 * 10
     spam = SpaM(model, 600, source=source, total_steps=total, **OFTEN)
     optimizer = make(model.parameters())
@@ -56,13 +56,15 @@ def test_inputs_without_a_say_get_the_highest_precision(make: Any, source: str):
             cosine.step()
     delta, theta = spam.prior.delta()["weight"], model.weight.detach()
     own = delta[:, :3].diagonal()
-    assert (own < 10).all(), "what decides a class is free"
+    assert (own < 2).all(), "what decides a class is free"
     idle = delta[:, 3:]
     assert idle.min() > own.max()
-    assert (idle >= 0.99 * UPPER).double().mean() > 0.5, "most of the rest is at the bound"
-    assert (theta[:, 3:] == 0).double().mean() > 0.5, "and exactly zero"
-    assert theta[:, 3:].abs().max() < 0.25 * theta[:, :3].diagonal().abs().min()
-    assert 3 <= spam.statistics()["relevant"] * 27 <= 15  # of 24 weights and 3 biases
+    # The evidence removes an idle weight whose estimate lies within about one standard error of zero: 57 % on average
+    # over eight draws, 49 to 63 % in each.
+    assert (idle >= 0.99 * UPPER).double().mean() > 0.35, "many of the rest are at the bound"
+    assert (theta[:, 3:] == 0).double().mean() > 0.35, "and exactly zero"
+    assert theta[:, 3:].abs().max() < 0.4 * theta[:, :3].diagonal().abs().min()
+    assert 3 <= spam.statistics()["relevant"] * 102 <= 40  # of 99 weights and 3 biases
     assert F.cross_entropy(model(x), y) < 0.75
 
 

@@ -228,7 +228,7 @@ def test_a_pretrained_network_that_comes_as_a_package() -> None:
     model = package.EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights.get_model_file_path())
     model = model.double().eval()
     x = numbers(1, 3, 48, 48)
-    groups = find_groups(model, x)
+    groups = find_groups(model, x, seconds=600)
     assert groups["_conv_head"].units == 1280
     assert groups["_blocks.15._expand_conv"].units == 1152
     assert {f"_blocks.{n}._expand_conv" for n in range(1, 16)} < set(groups)
@@ -248,6 +248,6 @@ def test_the_check_refutes_a_wrong_group(wrong: str) -> None:
         slices = [piece for piece in slices if piece.tensor != "convs.2.weight"]
     else:
         at = next(n for n, piece in enumerate(slices) if piece.role == wrong)
-        slices[at] = replace(slices[at], index=slices[at].index.flip(0))
+        slices[at] = replace(slices[at], index=slices[at].index.roll(1, 0))  # no set of two units stays the same
     with pytest.raises(AssertionError, match=r"convs\.0"):
         check_units(model, Groups({"convs.0": replace(group, slices=tuple(slices))}), lambda model: model(x))

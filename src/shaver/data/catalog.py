@@ -113,8 +113,8 @@ def load(
     """Load a data set by its name.
 
     Example:
-        >>> mnist = load("mnist", valid_fraction=0.1)
-        >>> for x, y in mnist.train.batches(128, shuffle=True, seed=0): ...
+        >>> digits = load("digits", valid_fraction=0.1)
+        >>> for x, y in digits.train.batches(128, shuffle=True, seed=0): ...
 
     ``"cancer"`` and ``"digits"`` come with scikit-learn. The others are looked for in ``root``; or without it in the
     folder that the environment variable ``SHAVER_DATA`` names, then in the user's cache folder; and if they are in

@@ -27,8 +27,8 @@ class Posterior:
     """The posterior of the weights, given the data and the prior: Gaussian around θ with precision P = H/T + δ.
 
     Example:
-        >>> posterior = Posterior(curvature, prior, dict(model.named_parameters()))
-        >>> posterior.precision()["fc.weight"]           # P_pp, for pruning
+        >>> posterior = Posterior(curvature, prior, model)
+        >>> posterior.precision()["fc1.weight"]          # P_pp, for pruning
         >>> posterior.log_evidence, posterior.effective_parameters
         >>> posterior.save("posterior.safetensors")
         >>> posterior.predict(x).mean                    # class probabilities that include the uncertainty

@@ -38,7 +38,7 @@ def latency(
 
     Example:
         >>> latency(model, x, batch_size=128)
-        Latency(median=0.0121, spread=0.0004, repeats=30, batch_size=128)
+        Latency(median=..., spread=..., repeats=..., batch_size=128)
 
     Args:
         model: The network; called up to three times for warm-up, then at most ``repeats`` times.

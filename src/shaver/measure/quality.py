@@ -53,7 +53,7 @@ def quality(
 
     Example:
         >>> quality(model, test_loader).as_dict()
-        {'count': 10000, 'nll': 0.031, 'accuracy': 0.9912, 'ece': 0.004, 'brier': 0.013}
+        {'count': ..., 'nll': ..., 'accuracy': ..., 'ece': ..., 'brier': ...}
 
     Args:
         model: The network. The modes of its modules do not change.

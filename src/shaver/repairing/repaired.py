@@ -82,6 +82,7 @@ def repair(
     zero. Biases take part, and BatchNorm statistics are measured again. No labels and no gradients are needed.
 
     Example:
+        >>> import copy, torch.nn.utils.prune
         >>> dense = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> pruned = copy.deepcopy(dense)
         >>> nn.utils.prune.l1_unstructured(pruned[0], "weight", 0.5)           # or zeros from anywhere

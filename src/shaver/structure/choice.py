@@ -256,10 +256,9 @@ def choose_units(
     """Choose which units stay; nothing is changed yet.
 
     Example:
-        >>> scores = score_units(model, groups, "opd", posterior=spam.posterior)            # doctest: +SKIP
-        >>> choice = choose_units(model, groups, scores, 0.8, target="flops", example=x)    # doctest: +SKIP
-        >>> choice.achieved, choice.widths["conv1"]                                         # doctest: +SKIP
-        (0.8041, (6, 3))
+        >>> scores = score_units(model, groups, "opd", posterior=spam.posterior)
+        >>> choice = choose_units(model, groups, scores, 0.8, target="flops", example=x)
+        >>> choice.achieved, choice.widths["conv1"]         # (0.8041, (6, 3))
 
     A target of units is met to the nearest whole unit. For parameters, FLOPs and latency, bisection finds the fewest
     units whose removal saves at least the share asked for; every cost is that of a network of these widths. Where

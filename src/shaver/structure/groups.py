@@ -187,8 +187,8 @@ def mask_units(model: nn.Module, groups: Groups, kept: Kept) -> Masks:
     gradient: under ``masks.hold(model, optimizer)`` it stays removed during training.
 
     Example:
-        >>> masks = mask_units(model, groups, choice.kept)      # doctest: +SKIP
-        >>> masks.apply_(model)                                 # doctest: +SKIP
+        >>> masks = mask_units(model, groups, choice.kept)
+        >>> masks.apply_(model)
 
     Args:
         model: The network; not changed.
@@ -215,8 +215,8 @@ def kept_units(groups: Groups, masks: Mapping[str, Tensor]) -> dict[str, Tensor]
     """The units that masks leave something of: the inverse of :func:`mask_units`.
 
     Example:
-        >>> kept = kept_units(groups, history.masks)                                             # doctest: +SKIP
-        >>> alive = kept_units(groups, {name: p != 0 for name, p in model.named_parameters()})   # doctest: +SKIP
+        >>> kept = kept_units(groups, history.masks)
+        >>> alive = kept_units(groups, {name: p != 0 for name, p in model.named_parameters()})
 
     A unit counts as removed where all that makes it, or all that reads it, is masked: either way it does nothing.
 

@@ -43,8 +43,8 @@ def fit(
     """Train a network in place; with a ``folder``, a killed run continues where it was, to the same numbers.
 
     Example:
-        >>> history = shaver.fit(model, train, valid, epochs=30, folder="runs/lenet")  # doctest: +SKIP
-        >>> scores = shaver.score(model, "opd", posterior=history.posterior)           # doctest: +SKIP
+        >>> history = shaver.fit(model, train, valid, epochs=30, folder="runs/lenet")
+        >>> scores = shaver.score(model, "opd", posterior=history.posterior)
 
     The loss is the mean negative log likelihood of a batch. ``"map"`` adds the Gaussian prior as weight decay,
     ``"l1"`` adds λ‖θ‖₁ as a proximal step (exact zeros, see :func:`shaver.training.lasso.soft_threshold`), and

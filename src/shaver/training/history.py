@@ -26,9 +26,9 @@ class History(list[dict[str, Any]]):
     A row has ``dead=True`` if the network gave every sample the same outputs at the end of the epoch.
 
     Example:
-        >>> history = shaver.fit(model, train, valid, method="map", epochs=2)  # doctest: +SKIP
-        >>> history[-1]["valid_accuracy"], history.column("loss")              # doctest: +SKIP
-        >>> history.to_csv("history.csv")                                      # doctest: +SKIP
+        >>> history = shaver.fit(model, train, valid, method="map", epochs=2)
+        >>> history[-1]["valid_accuracy"], history.column("loss")
+        >>> history.to_csv("history.csv")
 
     Attributes:
         posterior: What SpaM learned, ready for ``shaver.score(model, "opd", posterior=…)``; ``None`` for MAP and L1.

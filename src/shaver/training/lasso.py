@@ -67,8 +67,8 @@ def search_l1(
     validation loss is within ``tolerance`` nats).
 
     Example:
-        >>> found = search_l1(lambda: LeNet(), train, valid, epochs=10)  # doctest: +SKIP
-        >>> found.coefficient, found.model                               # doctest: +SKIP
+        >>> found = search_l1(lambda: LeNet(), train, valid, epochs=10)
+        >>> found.coefficient, found.model
 
     Args:
         factory: Makes a fresh network; called once a coefficient, each time under the same seed.

@@ -83,8 +83,8 @@ def run_study(
     """Run every cell of a recipe that is not done, and write the table of results after each.
 
     Example:
-        >>> outcome = run_study(get_recipe("fcn-cancer").override(seeds=1))  # doctest: +SKIP
-        >>> load_runs(outcome.folder)                                        # doctest: +SKIP
+        >>> outcome = run_study(get_recipe("fcn-cancer").override(seeds=1))
+        >>> load_runs(outcome.folder)
 
     A failed cell does not stop the others. Ctrl-C ends the running cells and leaves files from which the next call
     goes on.
