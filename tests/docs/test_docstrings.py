@@ -22,7 +22,7 @@ ELSEWHERE = {
     "shaver.integrations.distributed.full_state_dict": "tests/integrations/test_distributed_fsdp.py",
     "shaver.integrations.lightning.SpaMCallback": "tests/integrations/test_lightning.py",
     "shaver.integrations.transformers.SpaMCallback": "tests/integrations/test_transformers_trainer.py",
-    "shaver.lab.run.results.load_runs": "tests/lab/test_runner.py",
+    "shaver.lab.report.frame.load_runs": "tests/lab/test_runner.py",
     "shaver.lab.run.runner.run_study": "tests/lab/test_runner.py",
 }
 

@@ -209,8 +209,8 @@ def load_runs(*folders: str | Path) -> "DataFrame":
     """The results of one or more run folders as one data frame.
 
     Example:
-        >>> frame = load_runs("runs/lenet-mnist-cpu", "runs/fcn-mnist-cpu")     # doctest: +SKIP
-        >>> frame.query("criterion == 'opd'").groupby(["method", "sparsity"]).accuracy.mean()  # doctest: +SKIP
+        >>> frame = load_runs("runs/lenet-mnist-cpu", "runs/fcn-mnist-cpu")
+        >>> frame.query("criterion == 'opd'").groupby(["method", "sparsity"]).accuracy.mean()
 
     Args:
         folders: Folders of ``shaver run``. A row that several of them share (recipes share networks) appears once
