@@ -387,9 +387,9 @@ def test_a_criterion_of_the_users_own_comes_with_the_factory(own, capsys):
     assert float(small[0].weight.detach().abs().max()) < float(model[0].weight.detach().abs().max())
 
 
-def test_auto_without_a_learned_prior_says_so(runs, capsys):
-    assert main(["prune", str(runs / "map"), "--sparsity", "auto", "--data", "cancer"]) == 0
-    assert "δ was not learned with these weights" in capsys.readouterr().out.replace("\n", " ")
+def test_auto_with_an_assumed_prior_is_refused(runs, capsys):
+    asked = [runs / "map", "--sparsity", "auto", "--data", "cancer", "--prior-precision", "1"]
+    assert "δ was not learned with these weights" in fails(capsys, *asked)
 
 
 def test_the_network_is_measured_on_the_same_inputs_whether_or_not_some_are_held_out(runs, capsys):

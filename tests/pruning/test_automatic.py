@@ -150,7 +150,9 @@ def test_no_sample_may_lose_more_than_a_little():
     model = nn.Linear(4 * N, 1, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(0.02 * torch.randn(1, 4 * N, generator=generator, dtype=torch.float64))
-    posterior = Posterior(estimate(model, [(x, model(x).detach())], likelihood=Regression(NOISE)), 1e-9, model)
+    posterior = Posterior(
+        estimate(model, [(x, model(x).detach())], likelihood=Regression(NOISE)), {"weight": 1e-9}, model
+    )
     rises = [
         prune(copy.deepcopy(model), None, "auto", posterior=posterior, nats=1e9, budget=budget).loss_rise
         for budget in (None, DEFAULT_BUDGET)
@@ -164,3 +166,17 @@ def test_a_layer_that_is_gone_is_warned_of(problem):
     *_, model, posterior = problem
     with pytest.warns(UserWarning, match="removes all of weight"):
         prune(copy.deepcopy(model), None, "auto", posterior=posterior, budget=math.inf, nats=1e9)
+
+
+def test_auto_with_a_prior_that_was_never_learned_is_refused(problem, tmp_path):
+    *_, model, learned = problem
+    fixed = Posterior(learned.curvature, 2.0, model)
+    fixed.save(tmp_path / "posterior")
+    before = model.weight.detach().clone()
+    for posterior in (fixed, Posterior.load(tmp_path / "posterior")):
+        with pytest.raises(ValueError, match="one δ that was given as a number"):
+            prune(model, None, "auto", posterior=posterior)
+    assert torch.equal(model.weight, before)
+    assert prune(model, score(model, "opd", posterior=fixed), 0.5, posterior=fixed).loss_rise is not None
+    learned.save(tmp_path / "posterior")
+    assert not Posterior.load(tmp_path / "posterior").fixed

@@ -76,7 +76,7 @@ def test_patterns_are_repaired(dense):
 def test_automatic_sparsity_is_repaired(dense):
     data = [(x, x[:, :3].argmax(1)) for x in batches()]
     curvature = shaver.curvature.estimate(dense, data)
-    posterior = shaver.Posterior(curvature, 5.0, dense)
+    posterior = shaver.Posterior(curvature, dict.fromkeys(curvature.blocks, 5.0), dense)
     results = []
     for calibration in (None, batches()):
         model = copy.deepcopy(dense)

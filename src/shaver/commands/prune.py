@@ -40,11 +40,9 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
             posterior, is_learned = posterior_of(subject, wanted)
         console.print(origin_of(posterior, is_learned), highlight=False)
         if options.sparsity == "auto" and not is_learned:
-            console.print(
-                "δ was not learned with these weights, so the evidence says little about how many can be removed; "
-                "--max-drop 0.01 decides by validation data instead.",
-                style="yellow",
-                highlight=False,
+            raise ValueError(
+                "δ was not learned with these weights, so the evidence says little about how many can be removed: "
+                "--max-drop 0.01 decides by validation data instead of --sparsity auto."
             )
     with console.status(f"Scoring by {subject.criterion} …"):
         scores = criteria.score(model, subject.criterion, posterior=posterior, **scoring(subject))

@@ -43,6 +43,9 @@ class Posterior:
         temperature: T: H and the log likelihood count 1/T times.
         model: The network for :meth:`predict`. Not needed if ``theta`` is the model.
         likelihood: For :meth:`predict`: ``"classification"``, ``"regression"`` or your own.
+
+    Attributes:
+        fixed: Whether δ was given as one number, and so not learned.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Posterior:
         self.curvature = curvature
         self.temperature = float(temperature)
         self.theta = {name: weights_of(theta, name, block.shape) for name, block in curvature}
+        self.fixed = not isinstance(prior, Prior | Mapping)
         self._prior: Prior | dict[str, Tensor]
         if isinstance(prior, Prior):
             _same_names(prior.names, curvature, "the prior")
@@ -187,6 +191,7 @@ class Posterior:
             "delta": self.delta(),
             "theta": dict(self.theta),
             "temperature": self.temperature,
+            "fixed": self.fixed,
         }
 
     @classmethod
@@ -197,7 +202,9 @@ class Posterior:
         assert isinstance(delta, dict)
         assert isinstance(theta, dict)
         assert isinstance(temperature, float)
-        return cls(Curvature.from_state_dict(curvature), delta, theta, temperature)
+        posterior = cls(Curvature.from_state_dict(curvature), delta, theta, temperature)
+        posterior.fixed = bool(state.get("fixed", False))
+        return posterior
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, atomically."""

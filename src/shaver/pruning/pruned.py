@@ -19,6 +19,12 @@ from shaver.pruning.rounds import Rounds
 from shaver.pruning.search import Quality, accuracy_on, highest_sparsity
 from shaver.repairing import Repaired
 
+_NOT_LEARNED = (
+    'sparsity="auto" compares the evidence with and without each weight, which says something only if δ was learned; '
+    'this posterior has one δ that was given as a number. Train with method="spam", or let validation data decide: '
+    "max_drop=0.01, valid=…."
+)
+
 
 @dataclass(frozen=True)
 class PrunedLayer:
@@ -174,6 +180,8 @@ def prune(
             masks, measured = _masks_within_drop(model, _given(scores), sparsity, limits, quality, max_drop, rounds)
             requested = f"a drop of at most {max_drop:g}"
         elif sparsity == "auto":
+            if getattr(posterior, "fixed", False):
+                raise ValueError(_NOT_LEARNED)
             requested, masks = "auto", _automatic_masks(worth, limits, nats, budget)
         elif sparsity is None:
             raise ValueError('say how much to remove: sparsity=0.95, sparsity="auto", scope="2:4" or max_drop=….')
