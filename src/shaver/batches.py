@@ -83,7 +83,7 @@ def forward_of(model: nn.Module, batch: Any) -> Tensor:
 
 @contextmanager
 def naming_inputs(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
-    """Say which shapes went into which network where torch only names a matrix product.
+    """Add the network and the input shapes to torch's error, which often names only a matrix product.
 
     Raises:
         ValueError: The network cannot take inputs of these shapes or types.

@@ -37,7 +37,7 @@ DATA: dict[str, tuple[Any, str]] = {
     "a batch that is None": ([None], "NoneType"),
     "one batch in place of a list": (batch(), r"\[\(x, y\)\]"),
     "a tensor": (X, "list of batches"),
-    "wrong width": ([batch(x=torch.randn(6, 7))], r"\(3, 7\) float32"),
+    "wrong width": ([batch(x=torch.randn(6, 7))], r"\(3, 7\) torch.float32"),
     "wrong precision": ([batch(x=X.double())], "float64"),
     "integer inputs": ([batch(x=X.long())], "int64"),
     "targets too few": ([batch(y=Y[:4])], r"\(6,\)"),

@@ -94,13 +94,13 @@ WHOLE = idx_bytes(IMAGES)
 DAMAGED_IDX = {
     "truncated gzip": (gzip.compress(WHOLE)[:-900], "ended before"),
     "gzip with a flipped bit": (gzip.compress(WHOLE)[:-8] + b"\0\0\0\0" + gzip.compress(WHOLE)[-4:], "CRC"),
-    "truncated": (WHOLE[:-1], f"promises {IMAGES.size} values .* holds {IMAGES.size - 1}"),
+    "truncated": (WHOLE[:-1], f"declares {IMAGES.size} values .* holds {IMAGES.size - 1}"),
     "too long": (WHOLE + b"\0", "holds more"),
     "header cut": (WHOLE[:9], "header is incomplete"),
     "empty": (b"", "starts with nothing"),
     "a web page": (b"<html>not found</html>", "starts with 3c68746d"),
     "labels": (idx_bytes(np.zeros(3, np.uint8)), "starts with 00000801 instead of 00000803"),
-    "absurd sizes": (bytes([0, 0, 8, 3]) + b"\xff" * 12, "asks for"),
+    "absurd sizes": (bytes([0, 0, 8, 3]) + b"\xff" * 12, "header declares"),
 }
 
 
@@ -294,7 +294,7 @@ def test_bad_sheets_and_labels_are_refused_by_name(tmp_path):
         load("cifar10", root=tmp_path)
     sheet = folder / "data_batch_2.webp"
     Image.fromarray(np.zeros((64, 40, 3), np.uint8)).save(sheet, lossless=True)
-    with pytest.raises(ValueError, match=r"data_batch_2\.webp is 40×64 pixels"):
+    with pytest.raises(ValueError, match=r"data_batch_2\.webp has 40×64 pixels"):
         load("cifar10", root=tmp_path)
     sheet.write_bytes((folder / "data_batch_1.webp").read_bytes()[:3000])
     with pytest.raises(ValueError, match=r"data_batch_2\.webp is truncated, damaged"):

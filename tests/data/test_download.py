@@ -231,7 +231,7 @@ def test_folders_are_searched_in_order(tmp_path, cache, monkeypatch):
         source().read(tmp_path / "variable", download=False)
 
 
-def test_offline_it_says_what_it_looked_for_where_and_what_to_do(tmp_path, cache, monkeypatch):
+def test_offline_it_says_what_it_searched_for_where_and_what_to_do(tmp_path, cache, monkeypatch):
     monkeypatch.setenv(locate.VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError) as caught:
         load("mnist")
@@ -248,7 +248,7 @@ def test_offline_it_says_what_it_looked_for_where_and_what_to_do(tmp_path, cache
         "set SHAVER_DATA or pass root=",
     ):
         assert part in message
-    with pytest.raises(FileNotFoundError, match="as download=False"):
+    with pytest.raises(FileNotFoundError, match="because download=False"):
         load("cifar10", download=False)
 
 

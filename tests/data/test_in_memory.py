@@ -220,7 +220,7 @@ def test_bad_data_are_named_where_they_enter(case):
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
-        ({"batch_size": 200, "drop_last": True}, "no batch at all"),
+        ({"batch_size": 200, "drop_last": True}, "leaves no batch"),
         ({"batch_size": 2, "seed": -1}, "seed must not be negative"),
         ({"batch_size": 2, "epoch": -1}, "epoch must not be negative"),
     ],

@@ -277,7 +277,7 @@ def test_what_is_missing_is_named_before_anything_runs(arguments, message, capsy
 
 
 def test_a_network_that_cannot_read_them_is_told(folder: Path):
-    with pytest.raises(ValueError, match="20 tokens are more than the 16"):
+    with pytest.raises(ValueError, match="20 tokens are too many: the network reads at most 16"):
         build_reader("minilm", weights=str(folder))(torch.zeros(1, 20, dtype=torch.long))
     with pytest.raises(ValueError, match="Linear has no pad token"):
         Reader(nn.Linear(2, 2))

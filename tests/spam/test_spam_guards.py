@@ -59,7 +59,7 @@ def test_an_optimizer_of_another_model_is_refused(attached: bool):
 def test_the_number_of_batches_is_not_that_of_samples():
     model = mlp()
     spam = SpaM(model, 6, every=1)
-    with pytest.warns(UserWarning, match="a step has 16 samples and data_size is 6"):
+    with pytest.warns(UserWarning, match="a step has 16 samples, but data_size is 6"):
         train(model, spam, sgd(model), split(blobs()), 1)
 
 

@@ -116,7 +116,7 @@ def test_unknown_names_and_options_list_the_valid_ones():
         ("fcn", {"hidden": (5, 0)}, r"hidden\[1\] must be a positive integer, not 0"),
         ("lenet", {"image_size": 30}, "28 or 32 pixels, not image_size=30"),
         ("lenet", {"classes": "10"}, "classes must be a positive integer, not '10'"),
-        ("vit", {"patch_size": 5}, "patch_size=5 does not divide image_size=28; 1, 2, 4, 7, 14, 28 would"),
+        ("vit", {"patch_size": 5}, "patch_size=5 does not divide image_size=28; use one of 1, 2, 4, 7, 14, 28"),
         ("vit", {"heads": 3}, "heads=3 does not divide dim=128"),
         ("wrn16", {"depth": 17}, r"6n \+ 4 layers .* not depth=17"),
     ],
@@ -211,8 +211,8 @@ def test_a_saved_reader_is_rebuilt_and_nothing_else_of_the_library():
         zoo.rebuild(arguments | {"config": {"model_type": ["bert"]}})
     for wrong, message in [
         ({"name": "reader", "weights": "x"}, "cannot be built with these options"),
-        ({"name": ["lenet"]}, "does not say which network"),
-        (7, "does not say which network"),
+        ({"name": ["lenet"]}, "does not name a network"),
+        (7, "does not name a network"),
         ({"name": "os"}, "unknown network 'os'"),
     ]:
         with pytest.raises(ValueError, match=message):

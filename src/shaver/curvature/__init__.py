@@ -1,4 +1,4 @@
-"""H: what the data say about each weight, as a diagonal or as Kronecker factors, for any model."""
+"""H, the curvature of the negative log likelihood, as a diagonal or as Kronecker factors, for any model."""
 
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock
 from shaver.curvature.estimation import estimate

@@ -11,7 +11,7 @@ from shaver.selection import Dims, Selection, take
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Half-precision values as float32, in which curvature is accumulated; all others as they are."""
+    """Half-precision values as float32, in which curvature is accumulated; all others unchanged."""
     return values.float() if values.is_floating_point() and values.element_size() < 4 else values
 
 
@@ -43,7 +43,7 @@ class DiagonalBlock:
         return {"values": self.values}
 
     def select(self, dims: Dims) -> "DiagonalBlock":
-        """The block of what stays of the parameter."""
+        """The block of the kept part of the parameter."""
         return DiagonalBlock(take(self.values, dims))
 
 
@@ -52,8 +52,8 @@ class KroneckerBlock:
     """H ≈ A ⊗ G for one parameter seen as ``(groups, out, in)`` matrices.
 
     A, ``(groups, in, in)``, is the *mean* over samples and positions of the input's outer product; G,
-    ``(groups, out, out)``, is the *sum* of the output gradients' outer products, so that A ⊗ G estimates the sum
-    over the data. Entry ((o, i), (o', i')) of a group's block is G[o, o'] · A[i, i'].
+    ``(groups, out, out)``, is the *sum* of the output gradients' outer products. So A ⊗ G estimates the sum over the
+    data. Entry ((o, i), (o', i')) of a group's block is G[o, o'] · A[i, i'].
 
     A bias is a matrix with one input that is always 1: ``in`` is 1 and A is one.
 
@@ -61,7 +61,7 @@ class KroneckerBlock:
         A: Input covariance, ``(groups, in, in)``.
         G: Gradient covariance, ``(groups, out, out)``.
         shape: The parameter's own shape.
-        transposed: The parameter is stored ``(in, out)``, as in the transformers library's Conv1D.
+        transposed: Whether the parameter is stored as ``(in, out)``, as in the transformers library's Conv1D.
     """
 
     A: Tensor
@@ -94,21 +94,21 @@ class KroneckerBlock:
         return {"A": self.A, "G": self.G}
 
     def select(self, dims: Dims) -> "KroneckerBlock":
-        """The block of what stays of the parameter: rows and columns of A for its inputs, of G for its outputs."""
+        """The block of the kept part of the parameter: rows and columns of A for its inputs, of G for its outputs."""
         if not dims:
             return self
         groups, out, inputs = len(self.A), self.G.shape[-1], self.A.shape[-1]
         number = torch.arange(groups * out * inputs).reshape(groups, out, inputs)
-        stays = take(self.from_matrix(number), dims)
-        there = torch.zeros(number.numel(), dtype=torch.bool)
-        there[stays.reshape(-1)] = True
-        there = there.reshape(number.shape)
+        kept = take(self.from_matrix(number), dims)
+        is_kept = torch.zeros(number.numel(), dtype=torch.bool)
+        is_kept[kept.reshape(-1)] = True
+        is_kept = is_kept.reshape(number.shape)
         A, G = [], []
-        for group in there.any(2).any(1).nonzero().squeeze(1).tolist():
-            o, i = there[group].any(1).nonzero().squeeze(1), there[group].any(0).nonzero().squeeze(1)
+        for group in is_kept.any(2).any(1).nonzero().squeeze(1).tolist():
+            o, i = is_kept[group].any(1).nonzero().squeeze(1), is_kept[group].any(0).nonzero().squeeze(1)
             A.append(take(self.A[group], {0: i, 1: i}))
             G.append(take(self.G[group], {0: o, 1: o}))
-        return KroneckerBlock(torch.stack(A), torch.stack(G), stays.shape, self.transposed)
+        return KroneckerBlock(torch.stack(A), torch.stack(G), kept.shape, self.transposed)
 
 
 Block = DiagonalBlock | KroneckerBlock
@@ -116,12 +116,12 @@ Block = DiagonalBlock | KroneckerBlock
 
 @dataclass
 class Curvature:
-    """H for a whole model: a block for every trainable parameter, and the log likelihood at the same weights.
+    """H for a whole model: one block per trainable parameter, and the log likelihood at the same weights.
 
     Attributes:
         blocks: Parameter name → block, in the order of ``model.named_parameters()``.
         log_likelihood: Σ_n log p(y_n | x_n, θ) over the data.
-        data_size: N, the number of samples H and the log likelihood are sums over (or estimates of the sum over).
+        data_size: N. H and the log likelihood are sums over N samples, or estimates of such sums.
         structure: ``"diag"`` or ``"kron"``.
         source: ``"ggn"``, ``"ef"`` or ``"mc"``.
         rules: Parameter name → the rule that computed its block, in words.
@@ -142,11 +142,11 @@ class Curvature:
         return {name: block.diagonal() for name, block in self.blocks.items()}
 
     def select(self, kept: Selection, added: Mapping[str, Tensor] | None = None) -> "Curvature":
-        """H of a network of which only part stays; parameters that it has gained start at zero.
+        """H of a smaller network. New parameters start at zero.
 
         Args:
-            kept: Parameter → dimension → the positions that stay.
-            added: Parameters that the network has gained.
+            kept: Parameter → dimension → the kept positions.
+            added: New parameters by name.
         """
         blocks = {name: block.select(kept.get(name, {})) for name, block in self}
         blocks |= {n: DiagonalBlock(torch.zeros_like(at_least_float32(p.detach()))) for n, p in (added or {}).items()}
@@ -154,9 +154,9 @@ class Curvature:
         return Curvature(blocks, *rest, {**self.rules, **dict.fromkeys(added or (), "added, not yet estimated")})
 
     def sum_over_ranks(self, ranks: Ranks) -> "Curvature":
-        """This curvature with the samples of all ranks in it; changes the blocks in place. A collective.
+        """Sum this curvature over the samples of all ranks, in place. A collective.
 
-        A diagonal is a sum, and so is G of a Kronecker block; A is a mean and is weighted by the samples behind it.
+        A diagonal is a sum, and so is G of a Kronecker block. A is a mean and is weighted by its number of samples.
         """
         if not ranks:
             return self
@@ -171,7 +171,7 @@ class Curvature:
         return self
 
     def coverage(self) -> str:
-        """A table of parameter, shape and the rule that computed it, one line each."""
+        """A table with one line per parameter: name, shape and the rule that computed its block."""
         rows = [(name, "×".join(map(str, block.shape)) or "scalar", self.rules.get(name, "?")) for name, block in self]
         head = ("parameter", "shape", "rule")
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(2)]

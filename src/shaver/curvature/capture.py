@@ -1,6 +1,6 @@
-"""A recorded forward pass: what went into each layer, and where its output sits in the autograd graph.
+"""Recording a forward pass: each layer's inputs, and the position of its output in the autograd graph.
 
-Nothing stays on the model: everything is installed when a recorded pass begins and removed when it ends.
+Hooks are installed when a recorded pass begins and removed when it ends; nothing stays on the model.
 """
 
 import sys
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shaver.batches import Forward, batch_size_of, forward_of
 
-#: What the name of a recorded call of ``F.linear`` begins with; the weight's name follows.
+#: Prefix of the name of a recorded call of ``F.linear``; the weight's name follows.
 FUNCTIONAL = "F.linear:"
 
 
@@ -30,10 +30,11 @@ class Call:
         name: The module's name in the model, or :data:`FUNCTIONAL` and the weight's name.
         module: The module, or a :class:`LinearCall`.
         inputs: Its first tensor argument, detached.
-        edge: Where its output's gradient arrives, in whatever shape. An edge, not the tensor: an in-place activation
-            that overwrites the output afterwards does not move it.
+        edge: Where the gradient of its output arrives, in any shape. It is an edge and not the tensor, because an
+            in-place activation that overwrites the output does not change the edge.
         shape: The output's shape.
-        parameter: For a raw parameter with one copy per sample: its own name in the module. The edge is the copies'.
+        parameter: For a raw parameter with one copy per sample: its own name in the module. The edge is that of the
+            copies.
     """
 
     name: str
@@ -45,13 +46,13 @@ class Call:
 
     @property
     def is_functional(self) -> bool:
-        """Whether this is a call of ``F.linear`` by itself."""
+        """Whether this is a call of ``F.linear`` outside a layer."""
         return self.name.startswith(FUNCTIONAL)
 
 
 @dataclass
 class LinearCall:
-    """Stands for the layer in a call of ``F.linear`` whose weight has none, such as packed attention's."""
+    """Stands in for the layer of a call of ``F.linear`` whose weight has no layer, as in packed attention."""
 
     weight: Tensor
     bias: Tensor | None
@@ -59,14 +60,14 @@ class LinearCall:
 
 @dataclass(frozen=True)
 class Copies:
-    """A raw parameter of a module that can have one copy per sample, because it is used by broadcasting.
+    """A raw parameter of a module that can have one copy per sample, because it is broadcast over the samples.
 
     Attributes:
         name: The module's name in the model.
         module: The module.
         own: The parameter's name in it.
-        ones: Dimensions of size one between the samples and the parameter's own; −1 where its first dimension is
-            already one for the samples, as in a class token ``(1, 1, D)``.
+        ones: Number of dimensions of size one between the samples and the parameter's own dimensions; −1 if its first
+            dimension already stands for the samples, as in a class token ``(1, 1, D)``.
     """
 
     name: str
@@ -84,20 +85,20 @@ class Copies:
 
 @dataclass(frozen=True)
 class Spread:
-    """A module whose input has no samples, such as position embeddings: all samples share what it returns.
+    """A module whose input has no samples, such as position embeddings: all samples share its output.
 
-    Its output is passed on with one copy per sample, a view, so that the gradient that reaches it is each sample's own.
+    The output is expanded to a view with one copy per sample, so that each copy receives its sample's gradient.
 
     Attributes:
-        ndim: Dimensions of the input that all samples share. Calls with another input are recorded as they are.
-        ones: 0 where the input's first dimension is a one that stands for the samples, 1 where there is none.
+        ndim: Number of dimensions of the shared input. Calls with another input are recorded normally.
+        ones: 0 if the input's first dimension, of size one, stands for the samples; 1 if there is no such dimension.
     """
 
     ndim: int
     ones: int
 
     def fits(self, inputs: Tensor) -> bool:
-        """Whether this call is one without samples."""
+        """Whether the input of this call has no samples."""
         return inputs.ndim == self.ndim and (self.ones == 1 or inputs.shape[0] == 1)
 
     def expand(self, values: Tensor, count: int) -> Tensor:
@@ -111,9 +112,9 @@ class Recording:
 
     Attributes:
         modules: Layers, by their name in the model.
-        linears: Weights whose use in ``F.linear`` outside a layer of their own is recorded, by parameter name.
+        linears: Weights whose use in ``F.linear`` outside a layer is recorded, by parameter name.
         copies: Raw parameters that get one copy per sample.
-        spread: How those of ``modules`` whose input has no samples get one copy per sample.
+        spread: How the modules whose input has no samples get one copy per sample.
     """
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class Recording:
 
         Args:
             count: The number of samples.
-            running: The module whose forward pass has begun already: its pre-hooks would come too late.
+            running: The module whose forward pass has already begun: pre-hooks on it would be too late.
         """
         calls: list[Call] = []
         with ExitStack() as stack:
@@ -173,7 +174,7 @@ def _record(
 
 
 def _place(calls: list[Call], raw: Copies, count: int, module: nn.Module, args: object) -> None:
-    """A forward pre-hook that puts one copy per sample in a raw parameter's place until the forward pass ends."""
+    """A forward pre-hook that replaces a raw parameter by one copy per sample until the forward pass ends."""
     parameter = module._parameters[raw.own]
     if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
         expanded = raw.expand(parameter, count)
@@ -211,9 +212,9 @@ def _functional_linears(calls: list[Call], weights: Mapping[str, Tensor]) -> Ite
 
 
 def _edge(output: Tensor) -> GradientEdge:
-    """Where the output's gradient arrives: before the reshape that a linear layer may end with.
+    """Where the output's gradient arrives, before the reshape at the end of some linear layers.
 
-    An activation that works in place on a view would take the view's node out of the graph.
+    An in-place activation on a view would remove the view's node from the graph.
     """
     base = output._base
     if base is None or base.grad_fn is None or base.numel() != output.numel():
@@ -223,7 +224,7 @@ def _edge(output: Tensor) -> GradientEdge:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with gradients on; every submodule's mode and the random state are put back afterwards."""
+    """Evaluation mode with gradients on; every submodule's mode and the random state are restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
     try:
@@ -237,7 +238,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Networks run as written: a compiled one may skip hooks and refuses a second backward pass."""
+    """Run networks uncompiled: a compiled network may skip hooks and refuses a second backward pass."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -294,8 +295,8 @@ class Samples:
     """Which entries of a batch have one row per sample: those of the batch's length, except ``shared`` ones.
 
     Attributes:
-        shared: Places among the batch's entries that all samples share although they have the batch's length, such as
-            a T × T mask in a batch of T samples.
+        shared: Positions of entries that all samples share although they have the batch's length, such as a T × T mask
+            in a batch of T samples.
     """
 
     shared: frozenset[int] = frozenset()
@@ -321,7 +322,7 @@ class Samples:
 
     @staticmethod
     def uncertain(batch: Any) -> list[int]:
-        """Places of the entries of the batch's length, except the first, which defines it."""
+        """Positions of the entries that have the batch's length, except the first, which defines it."""
         size = batch_size_of(batch)
         return [i for i, v in enumerate(tree_flatten(batch)[0]) if _has_rows(v, size)][1:]
 
@@ -331,7 +332,7 @@ def _has_rows(value: object, size: int) -> bool:
 
 
 def take(batch: Any, index: slice | Tensor) -> Any:
-    """Some samples of a batch: every tensor of the batch's length is indexed, everything else stays."""
+    """Some samples of a batch: every tensor of the batch's length is indexed; everything else is kept."""
     return Samples().take(batch, index)
 
 
@@ -345,13 +346,13 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Raises:
         TypeError: The model is not a module.
-        ValueError: There is none, or one holds no real numbers: it is lazy, on the meta device, complex or sparse.
+        ValueError: There is none, or one is lazy, on the meta device, complex or sparse.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}.")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
-        raise ValueError("the model has no trainable parameter; set requires_grad on those that matter.")
+        raise ValueError("the model has no trainable parameter; set requires_grad=True on those to be trained.")
     for name, p in found.items():
         if nn.parameter.is_lazy(p):
             raise ValueError(f"{name!r} is lazy and has no shape yet; run the model on one batch first.")

@@ -1,9 +1,9 @@
 """The choice of a rule for each parameter: ordered strategies, each checked against autograd on a few samples.
 
-A strategy is a method ``try_fit(name, expected)`` that returns a :class:`Choice` or None. It is used only if
-its per-sample gradients equal autograd's. That check settles at once where the samples stand in a layer's input (first,
-second, folded with other dimensions), whether a module's weight is also used outside the module, and whether a subclass
-does something else. A parameter that no strategy fits is left to the generic rule.
+A strategy is a method ``try_fit(name, expected)`` that returns a :class:`Choice` or None. A choice is used only if its
+per-sample gradients equal autograd's. This one check answers three questions: which dimension of a layer's input holds
+the samples (first, second, or folded with others), whether a module's weight is also used outside the module, and
+whether a subclass computes something else. A parameter that no strategy fits gets the generic rule.
 """
 
 import itertools
@@ -21,17 +21,17 @@ from shaver.curvature.probe import Probe
 from shaver.curvature.rules import Candidate, candidates_for, linear
 from shaver.curvature.uses import Dense, Use, merge
 
-#: Combinations of rules and layouts that are tried for a parameter with several uses.
+#: Largest number of combinations of rules and layouts that are tried for a parameter with several uses.
 _COMBINATIONS = 256
 
 
 @dataclass(frozen=True)
 class Part:
-    """One layer in which a parameter is used, with the rule and layout for it.
+    """One layer that uses a parameter, with its rule and layout.
 
     Attributes:
         layer: The layer's name in the model.
-        own: The parameter's own name in it.
+        own: The parameter's own name in the layer.
         candidate: The rule.
         layout: One of :data:`~shaver.curvature.plan.LAYOUTS`.
     """
@@ -47,8 +47,8 @@ class Choice:
     """How one parameter's per-sample gradients are computed.
 
     Attributes:
-        parts: The layers it is used in, with their rules.
-        spread: How the only layer, called without samples, gets one copy per sample.
+        parts: The layers that use it, with their rules.
+        spread: How its only layer, which is called without samples, gets one copy per sample.
         copies: How the parameter itself gets one copy per sample.
     """
 
@@ -78,7 +78,7 @@ class _Chooser:
         self.plan = Plan(samples=probe.samples, routed=probe.routed, alters_inputs=probe.alters_inputs)
         self.spread: dict[str, Spread] = {}
         self.vectorised: list[bool] = []
-        self.rejected: dict[str, str] = {}  # rule → why the present parameter does not take it
+        self.rejected: dict[str, str] = {}  # rule → why it does not fit the current parameter
 
     def choose(self, name: str) -> None:
         """Add one parameter to the plan."""
@@ -100,7 +100,7 @@ class _Chooser:
     # The strategies ----------------------------------------------------------------------------------------------
 
     def layer_rules(self, name: str, expected: Tensor) -> Choice | None:
-        """The first combination of rules and layouts, one for each layer the parameter is used in, that fits."""
+        """The first combination of rules and layouts that fits, with one rule and layout per layer."""
         called = [(layer, own) for layer, own in self._places(name) if layer in self.probe.passed]
         if not called:
             return None
@@ -115,7 +115,7 @@ class _Chooser:
         return None
 
     def layer_without_samples(self, name: str, expected: Tensor) -> Choice | None:
-        """A rule for a layer that is called without samples and whose output can have one copy per sample."""
+        """A rule for a layer that is called without samples, and whose output can have one copy per sample."""
         called = [(layer, own) for layer, own in self._places(name) if layer in self.probe.passed]
         if len(called) != 1 or called[0][0] not in self.modules:
             return None
@@ -148,7 +148,7 @@ class _Chooser:
                 return Choice(copies=copies)
         return None
 
-    # What they share ---------------------------------------------------------------------------------------------
+    # Shared by the strategies ------------------------------------------------------------------------------------
 
     def _places(self, name: str, real: bool = False) -> list[tuple[str, str]]:
         """(layer, the parameter's own name in it) for each layer that has the parameter."""
@@ -156,15 +156,15 @@ class _Chooser:
         return [place for place in places if not (real and place[0].startswith(FUNCTIONAL))]
 
     def _attempt(self, recording: Recording) -> list[tuple[Call, Tensor]]:
-        """The calls of another pass with their gradients; none where the model cannot run like that."""
+        """The calls of another pass with their gradients; empty if the model cannot run with this recording."""
         try:
             calls, grads = self.probe.again(recording)
-        except Exception:  # what follows does not broadcast over samples
+        except Exception:  # a later layer does not broadcast over samples
             return []
         return [(call, grad.unsqueeze(0)) for call, grad in zip(calls, grads, strict=True) if grad is not None]
 
     def _fits(self, uses: list[tuple[Part, Call, Tensor]], expected: Tensor) -> bool:
-        """Whether the sum of some uses, each by its rule, is autograd's gradient. Rules may fail as they like."""
+        """Whether the sum of the uses, each by its rule, equals autograd's gradient. A rule may raise any error."""
         found: list[Use] = []
         reason = "differs from autograd"
         try:
@@ -179,7 +179,7 @@ class _Chooser:
             fits, reason = False, f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if not fits:
             part = uses[min(len(found), len(uses) - 1)][0]
-            if part.layout == "first":  # the layout that most rules are written for
+            if part.layout == "first":  # the most common layout
                 self.rejected[part.candidate.label] = reason
         return fits
 
@@ -201,14 +201,14 @@ class _Chooser:
             layer = self.plan.layers.setdefault(
                 part.layer, Layer(part.candidate.label, part.candidate.rule, part.layout)
             )
-            if part.own == "weight":  # a bias alone fits several layouts; the weight beside it decides
+            if part.own == "weight":  # a bias alone fits several layouts, so the weight decides
                 layer.label, layer.rule, layer.layout = part.candidate.label, part.candidate.rule, part.layout
             layer.parameters[part.own] = name
             if choice.spread is not None:
                 self.spread[part.layer] = choice.spread
 
     def plan_of(self, wanted: Mapping[str, Tensor]) -> Plan:
-        """The plan, with what to record and how large a sample is."""
+        """The finished plan, with the recording and the memory per sample."""
         plan, calls = self.plan, [call for call in self.probe.calls if call.name in self.plan.layers]
         plan.recording = Recording(
             {name: module for name, module in self.modules.items() if name in plan.layers},
@@ -237,7 +237,7 @@ def _owners(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, dict[st
 
 
 def _unfolded(call: Call) -> int:
-    """How many values a layer's inputs become: a convolution's patches, else the inputs."""
+    """Number of values that a layer's inputs unfold to: the patches of a convolution, else the inputs."""
     if not isinstance(call.module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return call.inputs.numel()
     return call.shape.numel() // call.module.out_channels * kernel_shape(call.module)[1:].numel() * call.module.groups

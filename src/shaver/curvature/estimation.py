@@ -21,9 +21,9 @@ from shaver.naming import check_count, check_name, check_number
 
 STRUCTURES = ("diag", "kron")
 SOURCES = ("ggn", "ef", "mc")
-#: Bytes an estimate may hold beside the model unless told otherwise.
+#: Default number of bytes that an estimate may use in addition to the model.
 MEMORY_BUDGET = 2**30
-#: A Kronecker factor larger than this is not built; the block is diagonal then, and ``coverage()`` says so.
+#: A Kronecker factor with more rows than this is not built; the block is then diagonal, and ``coverage()`` says so.
 FACTOR_LIMIT = 10_000
 
 
@@ -43,26 +43,26 @@ def estimate(
     sharing: str = "expand",
     memory_budget: int | None = None,
 ) -> Curvature:
-    """Curvature of the negative log likelihood, summed over the data, at the model's current weights.
+    """Estimate the curvature of the negative log likelihood, summed over the data, at the model's current weights.
 
-    The model is evaluated in evaluation mode and left exactly as it was: mode, gradients, hooks, random state.
+    The model runs in evaluation mode and is left unchanged: mode, gradients, hooks and random state.
 
     Args:
         model: Any network whose outputs have one row per sample.
         batches: Batches ``(x, y)`` or dicts with ``labels``; a DataLoader, a list, a generator.
         likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
         structure: ``"diag"``, or ``"kron"`` for Kronecker factors where a layer has them.
-        source: ``"ggn"`` Σ JᵀΛJ exactly; ``"ef"`` Σ g gᵀ, the empirical Fisher; ``"mc"``, labels drawn from the
-            model: unbiased for the GGN at the price of the EF.
-        forward: ``forward(model, batch) -> outputs`` for batches of another kind.
-        targets: ``targets(batch) -> targets``, likewise.
-        samples: Labels drawn for each sample with ``source="mc"``.
-        seed: For drawing labels and for choosing samples.
-        fraction: Use this share of the samples, chosen at random; H and the log likelihood are scaled to the whole.
-        max_samples: The same as a number of samples; needs the data's size (``len(loader.dataset)``).
-        sharing: How Kronecker factors see weights shared over positions or tokens: ``"expand"`` counts every
-            position as a sample of its own, ``"reduce"`` averages inputs and sums gradients over positions first.
-        memory_budget: Bytes to hold beside the model; batches are split to fit.
+        source: ``"ggn"``: the generalised Gauss–Newton matrix (GGN) Σ JᵀΛJ, exactly. ``"ef"``: the empirical Fisher
+            (EF) Σ g gᵀ. ``"mc"``: labels sampled from the model, unbiased for the GGN at the cost of the EF.
+        forward: ``forward(model, batch) -> outputs`` for other batch layouts.
+        targets: ``targets(batch) -> targets`` for other batch layouts.
+        samples: Number of sampled labels per sample, for ``source="mc"``.
+        seed: Seed for sampling labels and for choosing samples.
+        fraction: Use this share of the samples, chosen at random. H and the log likelihood are scaled to all samples.
+        max_samples: The same as a number of samples; needs the size of the data (``len(loader.dataset)``).
+        sharing: How Kronecker factors treat weights shared over positions or tokens: ``"expand"`` counts every
+            position as a sample, ``"reduce"`` first averages inputs and sums gradients over positions.
+        memory_budget: Bytes to use in addition to the model; batches are split to fit. Default: 1 GiB.
 
     Returns:
         A :class:`Curvature`: ``.diagonal()``, ``.blocks``, ``.coverage()``, ``.log_likelihood``.
@@ -134,7 +134,7 @@ class _Estimation:
         chosen = self._chosen(size, share)
         if not size or (chosen is not None and not len(chosen)):
             return
-        if self.plan is None or self.planned_for == 1 < size:  # one sample cannot tell where samples stand
+        if self.plan is None or self.planned_for == 1 < size:  # one sample does not show which dimension is the batch
             self.plan, self.planned_for = make_plan(self.model, self.forward, batch, self.wanted), size
             self.function.copies_inputs = self.plan.alters_inputs
         if chosen is not None:
@@ -148,7 +148,7 @@ class _Estimation:
             start += step
 
     def _chosen(self, size: int, share: float) -> Tensor | None:
-        """Which samples of a batch of ``size`` to use; None is all. Every sample has probability ``share``."""
+        """Indices of the samples to use from a batch of ``size``; None means all. Each has probability ``share``."""
         before = math.floor(self.seen * share + self.offset)
         self.seen += size
         if share == 1.0:
@@ -157,7 +157,7 @@ class _Estimation:
         return torch.randperm(size, generator=self.generator)[:count].sort().values
 
     def _fit(self, size: int) -> tuple[int, int]:
-        """How many samples, and how many output gradients at once, fit the budget."""
+        """The number of samples, and of output gradients at a time, that fit the budget."""
         assert self.plan is not None
         number = next(iter(self.wanted.values())).element_size()
         forward_pass = number * (4 * self.plan.outputs + 2 * self.plan.patches)  # activations and patches
@@ -165,26 +165,26 @@ class _Estimation:
         if forward_pass + column > self.budget:
             raise ValueError(
                 f"one sample needs about {(forward_pass + column) / 2**20:.1f} MiB for its curvature, more than "
-                f"memory_budget={self.budget} bytes ({self.budget / 2**20:.1f} MiB) allows."
+                f"memory_budget={self.budget} bytes ({self.budget / 2**20:.1f} MiB); pass a larger memory_budget."
             )
         samples = max(1, min(size, self.budget // (forward_pass + column)))
         wished = min(size, 64)
-        if samples > wished:  # more columns at once share the unfolded inputs; more samples share the calls
+        if samples > wished:  # several columns share the unfolded inputs; several samples share the calls
             columns = max(1, (self.budget // wished - forward_pass) // column)
             samples = max(wished, min(size, self.budget // (forward_pass + min(columns, 16) * column)))
             return samples, columns
         return samples, 1
 
     def _cotangents(self, outputs: Tensor, batch: Any, index: int) -> Tensor:
-        """Output gradients ``(K, *outputs.shape)`` whose per-sample outer products sum to H, and the likelihood."""
+        """Output gradients ``(K, *outputs.shape)`` whose per-sample outer products sum to H. Adds the likelihood."""
         leaf = outputs.detach().requires_grad_()
         target = self.targets(batch)
         self.likelihood.check(leaf, target)
         nll = self.likelihood.nll(leaf, target)
         if nll.shape != (len(outputs),):
             raise ValueError(
-                f"{type(self.likelihood).__name__}.nll must give one number per sample, shape ({len(outputs)},), "
-                f"but gave shape {tuple(nll.shape)}."
+                f"{type(self.likelihood).__name__}.nll must return one number per sample, shape ({len(outputs)},), "
+                f"but returned shape {tuple(nll.shape)}."
             )
         if not bool(torch.isfinite(nll).all()):
             worst = int((~torch.isfinite(nll)).nonzero()[0])
@@ -234,7 +234,7 @@ class _Estimation:
                 self._add_diagonal(name, squares, index)
 
     def _doubted(self, outputs: Tensor, cotangents: Tensor, calls: list[Call]) -> set[str]:
-        """Parameters of layers that do not see the samples as planned in this batch."""
+        """Parameters of layers whose inputs do not hold the samples as planned in this batch."""
         assert self.plan is not None
         if not self.plan.routed:
             return self.plan.doubted(calls, len(outputs))
@@ -242,7 +242,7 @@ class _Estimation:
         return self.plan.misrouted(calls, outputs, torch.tensordot(signs, cotangents, 1))
 
     def _unseen(self, outputs: Tensor, cotangents: Tensor, calls: list[Call]) -> list[str]:
-        """Parameters that have a gradient but no recorded call: a branch not taken before, or hooks that do not run."""
+        """Parameters with a gradient but no recorded call, because of a new branch or hooks that did not run."""
         assert self.plan is not None
         names = self.plan.unseen(calls)
         if not names:
@@ -259,7 +259,7 @@ class _Estimation:
             return
         gradient = self._gradient_factor([u for u in uses if isinstance(u, Outer | Shift)])
         sums = [gradient]
-        if first:  # further output gradients of the same samples share their inputs
+        if first:  # the other output gradients of the same samples have the same inputs
             inputs, count = use.input_factor(self.reduce)
             sums.append(inputs)
         if not all(bool(torch.isfinite(s.sum())) for s in sums):
@@ -274,7 +274,7 @@ class _Estimation:
             known.count += count
 
     def _gradient_factor(self, uses: list[Outer | Shift]) -> Tensor:
-        """G over the output gradients at hand; a layer's weight and bias have the same one, computed once."""
+        """G over these output gradients. A layer's weight and bias share it, so it is computed once."""
         key = tuple(id(use.grads) for use in uses)
         if key not in self._gradient_factors:
             parts = [use.gradient_factor(self.reduce) for use in uses]
@@ -290,7 +290,7 @@ class _Estimation:
             self.diagonals[name] = squares
 
     def finish(self, share: float) -> Curvature:
-        """The sums as a :class:`Curvature`, scaled to the whole data where only a share was used."""
+        """The sums as a :class:`Curvature`, scaled to all samples if only a share was used."""
         if not self.seen:
             raise ValueError("the batches are empty: nothing to estimate the curvature from.")
         if not self.used or self.plan is None:
@@ -318,7 +318,7 @@ class _Estimation:
 
 @dataclass
 class _Factors:
-    """Running sums behind a Kronecker block."""
+    """Running sums of a Kronecker block."""
 
     A: Tensor
     G: Tensor
@@ -349,7 +349,7 @@ def _share(batches: Iterable[Any], fraction: float | None, max_samples: int | No
     if size is None and isinstance(batches, list | tuple):
         size = sum(batch_size_of(batch) for batch in batches)
     if size is None:
-        raise ValueError("max_samples needs the data's size, which this iterable does not tell; use fraction=.")
+        raise ValueError("max_samples needs the size of the data, which this iterable does not have; use fraction=.")
     return float(min(1.0, max_samples / size))
 
 

@@ -12,13 +12,13 @@ from shaver.curvature.capture import Functional, Samples
 
 
 class GenericRule:
-    """Per-sample gradients of any parameter of any model: exact, and slower than a layer's own rule.
+    """Per-sample gradients of any parameter of any model: exact, but slower than a rule for a layer.
 
     Args:
         function: The model as a function of parameters and batch.
-        budget: Bytes of per-sample gradients to hold at once.
+        budget: Bytes of per-sample gradients in memory at a time.
         samples: Which entries of a batch have one row per sample.
-        vectorised: Use vmap where it works; else one sample at a time.
+        vectorised: Whether to use vmap where it works. If not, samples are processed one at a time.
     """
 
     def __init__(self, function: Functional, budget: int, samples: Samples, vectorised: bool) -> None:
@@ -46,7 +46,7 @@ class GenericRule:
         return totals
 
     def _gradients(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
-        """``(K, n, *shape)`` by name; one sample after another where vmap cannot go."""
+        """``(K, n, *shape)`` by name; one sample at a time if vmap does not work."""
         detached = {name: w.detach() for name, w in weights.items()}
         found = vmapped_gradients(self.function, detached, batch, cotangents, self.samples) if self.vectorised else None
         if found is not None:
@@ -76,7 +76,7 @@ def vmapped_gradients(
     """∂⟨f(x_n), c_kn⟩/∂θ for all samples and output gradients at once: ``(K, B, *shape)`` by name.
 
     Returns:
-        None where vmap cannot go: data-dependent control flow, or an operator without a batching rule.
+        None if vmap does not work: data-dependent control flow, or an operator without a batching rule.
     """
     tensors, rebuild = samples.split(batch)
 

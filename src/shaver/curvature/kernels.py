@@ -1,6 +1,6 @@
-"""Sums over per-sample gradients, the fastest way for each shape, with the thresholds that choose between the ways.
+"""Sums over per-sample gradients, computed in the fastest way for each shape, and the thresholds that select it.
 
-``python benchmarks/kernels.py`` measures both sides of every threshold in this file; run it before changing one.
+``python benchmarks/kernels.py`` measures both sides of every threshold in this file. Run it before changing one.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Bytes of per-sample gradients built at once: they stay in a core's cache. (benchmarks/kernels.py tile)
+#: Bytes of per-sample gradients built at a time, so that they stay in a core's cache. (benchmarks/kernels.py tile)
 TILE = 4 * 2**20
 #: A convolution grouped by samples beats patches from this many channels … (benchmarks/kernels.py grouped)
 GROUPED_CHANNELS = 8
@@ -25,20 +25,20 @@ SHIFTED_PRODUCTS, SHIFTED_NARROW = (8, 64), 15
 OUTER_SMALL = 128
 #: Σ v vᵀ sample by sample from this many positions on. (benchmarks/kernels.py outer)
 OUTER_POSITIONS = 256
-#: Numbers in the outputs of all layers beyond which an online measurement squares each layer's gradient as it passes,
-#: instead of holding all of them: 256 MiB in single precision. (benchmarks/curvature_memory.py)
+#: If the outputs of all layers have more elements than this (256 MiB in float32), an online measurement squares each
+#: layer's gradient when it arrives instead of keeping all of them. (benchmarks/curvature_memory.py)
 STREAMED = 2**26
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Per-sample gradients of a weight by other means than patches.
+    """A way to compute per-sample gradients of a weight without patches.
 
     Attributes:
-        gradients: From a slice of samples and their output gradients ``(n, K·O, T)`` to the gradients, in a layout of
-            its own with the samples in the second dimension, so that sums over samples need no copy.
-        weights: From such a sum, without that dimension, to ``(K·O, *shape[1:])``.
-        numbers: Numbers that one sample and one output gradient occupy in a tile.
+        gradients: A function from a slice of samples and their output gradients ``(n, K·O, T)`` to the gradients. The
+            samples are the second dimension of the result, so that sums over samples need no copy.
+        weights: A function from such a sum over samples to ``(K·O, *shape[1:])``.
+        numbers: Number of elements in a tile per sample and output gradient.
         up_to: The largest K·O for which this is the fastest way.
     """
 
@@ -49,16 +49,16 @@ class Kernel:
 
 
 def tiles(batch: int, width: int, numbers: int, beside: int = 0) -> Iterator[slice]:
-    """Slices of ``batch`` samples of which each holds ``numbers`` values of ``width`` bytes, a tile at a time.
+    """Slices of ``batch`` samples that each fit a tile, with ``numbers`` values of ``width`` bytes per sample.
 
-    A tile may be larger where ``beside`` values, the result, are larger than :data:`TILE` anyway.
+    A tile may be larger if the result, ``beside`` values, is larger than :data:`TILE` anyway.
     """
     step = min(batch, max(1, max(TILE, beside * width) // (numbers * width)))
     return (slice(start, min(start + step, batch)) for start in range(0, batch, step))
 
 
 def convolution_kernel(layer: Any, inputs: Tensor, grads: Tensor) -> Kernel | None:
-    """The kernel for a two-dimensional convolution, or None where patches are faster."""
+    """The kernel for a two-dimensional convolution, or None if patches are faster."""
     return _grouped_convolution(layer, inputs, grads) or _shifted_rows(layer, inputs, grads)
 
 
@@ -95,10 +95,10 @@ def _grouped_convolution(layer: Any, inputs: Tensor, grads: Tensor) -> Kernel | 
 
 
 def _shifted_rows(layer: Any, inputs: Tensor, grads: Tensor) -> Kernel | None:
-    """Per-sample gradients from patches one pixel high, which serve every row of the kernel by a shift.
+    """Per-sample gradients from patches one pixel high, which are shifted for each row of the kernel.
 
-    The copy is smaller by the kernel's height and there are that many times more products: 1.2 to 2 times as fast as
-    patches on a CPU, unless the products become narrow and many.
+    With a kernel of height h the copy is h times smaller and there are h times as many products. This is 1.2 to 2
+    times as fast as patches on a CPU, unless the products are many and narrow.
     """
     channels, (height, width) = layer.in_channels, layer.kernel_size
     if inputs.device.type != "cpu" or layer.groups > 1 or layer.stride[0] > 1 or height == 1:
@@ -123,7 +123,7 @@ def _shifted_rows(layer: Any, inputs: Tensor, grads: Tensor) -> Kernel | None:
     def weights(total: Tensor) -> Tensor:
         return total.view(height, -1, channels, width).permute(1, 2, 0, 3)
 
-    # four times what is held: a quarter of a tile stays in a core's own cache
+    # four times the memory in use: a quarter of a tile stays in a core's own cache
     numbers = channels * layer.out_channels * height * width
     numbers += (layer.out_channels + channels * width) * rows_out * columns_out
     up_to = SHIFTED_PRODUCTS[channels * width >= SHIFTED_NARROW]
@@ -131,7 +131,7 @@ def _shifted_rows(layer: Any, inputs: Tensor, grads: Tensor) -> Kernel | None:
 
 
 def kernel_shape(layer: Any) -> torch.Size:
-    """The shape of a convolution's weight; the weight itself is not read, because it may be parametrized."""
+    """The shape of a convolution's weight. The weight itself is not read, because it may be parametrized."""
     return torch.Size((layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size))
 
 
@@ -165,8 +165,8 @@ def patches(layer: Any, images: Tensor) -> Tensor:
 def outer_sum(values: Tensor, groups: int) -> Tensor:
     """Σ_n Σ_t v vᵀ for ``(N, g·D, T)``, one matrix per group: ``(g, D, D)``.
 
-    One group: the lower triangle, mirrored afterwards. Positions that lie one after another (tokens) or are many stay
-    where they are; others are brought into one matrix first.
+    With one group, only the lower triangle is computed and then mirrored. Positions that are contiguous (tokens) or
+    many are used in place; others are copied into one matrix first.
     """
     _, size, positions = values.shape
     if groups > 1:

@@ -1,4 +1,4 @@
-"""Reading a loss off its gradient: how often a classification loss counts each sample, and the likelihood itself."""
+"""Reading the scale of a classification loss, and the likelihood, from the gradient at the outputs."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from shaver.likelihoods import Classification
 
-#: Probabilities held at once: those of a large vocabulary at many positions would outweigh the network.
+#: Probabilities in memory at a time: a large vocabulary at many positions would need more than the network.
 PIECE = 2**22
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the gradient at the outputs tells.
+    """The values that the gradient at the outputs gives.
 
     Attributes:
         factor: c in loss = c · Σ_n −log p(y_n): 1/B for a mean over B samples, 1 for a sum, times the loss scale.
@@ -28,21 +28,22 @@ class LossScale:
 def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> LossScale | None:
     """Find c and the labels from ∂loss/∂f = c · (softmax(f) − e_y), the gradient of cross entropy.
 
-    Each row has one negative entry, at its label; ignored rows are zero. No assumption is made about how the loss
-    was reduced, accumulated or scaled.
+    Each row has one negative entry, at its label; ignored rows are zero. The loss may be reduced, accumulated or scaled
+    in any way.
 
     Returns:
-        The reading, or None where every row is zero, because its label is ignored or predicted with certainty.
+        The scale and the likelihood, or None if every row is zero because its label is ignored or predicted with
+        certainty.
 
     Raises:
-        ValueError: The gradient is not of that form, so the loss is not the plain cross entropy of the outputs.
+        ValueError: The gradient has another form, so the loss is not the plain cross entropy of the outputs.
     """
     f = outputs.movedim(likelihood.class_dim, -1).flatten(0, -2)
     g = gradient.movedim(likelihood.class_dim, -1).flatten(0, -2)
     g = g.to(f.dtype if f.element_size() >= 4 else torch.float32)
     f = f.to(g.dtype)
-    peak = torch.maximum(-g.amin(1), g.amax(1))  # carries a NaN along, and needs no copy of a large gradient
-    counted = peak > 100 * torch.finfo(g.dtype).tiny  # below, a number has no digits left to read
+    peak = torch.maximum(-g.amin(1), g.amax(1))  # NaN if there is any, without a copy of a large gradient
+    counted = peak > 100 * torch.finfo(g.dtype).tiny  # smaller numbers have too few digits
     rows = len(f)
     if not bool(counted.all()):
         _check_finite(bool(peak.isfinite().all()))
@@ -57,8 +58,8 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
     factor = of_others / p_of_others if p_of_others else math.nan
     is_exact = outputs.element_size() >= 4 and gradient.element_size() >= 4
     rounding = 4 * torch.finfo(gradient.dtype if is_exact else torch.bfloat16).eps * math.sqrt(rows) * factor
-    fits = factor > 0  # not where it is NaN, for a single output
-    # at the labels, where 1 is taken away, and at the other classes, which are much smaller and have their own digits
+    fits = factor > 0  # False if it is NaN, for a single output
+    # checked at the labels, where 1 is subtracted, and at the other classes, which are much smaller and more exact
     for (gg, gq, qq), lost in ((squares[:3], rounding), (squares[3:], 0.0)):
         missed = math.sqrt(max(gg - 2 * factor * gq + factor**2 * qq, 0.0))
         fits = fits and missed <= (0.02 if is_exact else 0.1) * math.sqrt(gg) + lost
@@ -74,13 +75,13 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
 def _sums(f: Tensor, g: Tensor) -> Tensor:
     """For rows that count: Σ g and Σ p over classes that are not the label, −Σ log p_y, and six sums of squares.
 
-    These are Σ g², Σ g·q, Σ q² at the labels and at the other classes.
-    q is what g should be in units of c: p, and at the label −Σ p of the others. There p_y − 1 would have lost its
-    digits once the network is confident, and c comes from the other classes for the same reason.
+    These are Σ g², Σ g·q, Σ q² at the labels and at the other classes. q is the expected g in units of c: p, and at the
+    label −Σ p of the other classes. Computing p_y − 1 instead would lose its digits once the network is confident. For
+    the same reason c is computed from the other classes.
     """
     log_p = f.log_softmax(1)
     q = log_p.exp()
-    # where 1 − p of the label is rounded to 0, other classes may have a gradient of 0 too: the likeliest is it
+    # if 1 − p of the label rounds to 0, other classes may have a gradient of 0 too: the label is the most likely one
     label = q.masked_fill(g > g.amin(1, keepdim=True), -1.0).argmax(1, keepdim=True)
     others = q.scatter_(1, label, 0.0).sum(1, keepdim=True)
     rest = torch.stack([g.scatter(1, label, 0.0), q]).flatten(1).double()

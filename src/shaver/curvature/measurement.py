@@ -18,13 +18,13 @@ from shaver.likelihoods import Classification, Likelihood
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
         source: ``"ef"`` or ``"mc"``.
-        likelihood: What the outputs mean.
-        reads_scale: Whether the loss's scale is read off its gradient at the outputs.
-        generator: For the labels that MC draws.
+        likelihood: The likelihood of the outputs.
+        reads_scale: Whether the scale of the loss is read from its gradient at the outputs.
+        generator: For the labels that MC samples.
         add: ``add(parameter name, sum of squares)``, in units of the negative log likelihood.
         always: Whether zeros are added too, because other ranks wait for them.
     """
@@ -38,20 +38,21 @@ class Request:
 
 
 class Measurement:
-    """One forward pass and, once it happened, its backward pass.
+    """One measured forward pass and its backward pass.
 
     Args:
         inputs: The model's arguments, ``(args, kwargs)``.
         count: The number of samples.
-        request: What is to be measured.
-        plan: Which rule serves which parameter.
+        request: What to measure.
+        plan: The rule of each parameter.
 
     Attributes:
         calls: The recorded calls of layers that have a rule.
-        cotangent: The gradient at the outputs whose square counts: the loss's own for EF, the drawn one for MC.
+        cotangent: The gradient at the outputs that is propagated and squared: that of the loss for EF, the sampled
+            one for MC.
         backward: Whether the backward pass has reached the outputs.
-        factor: c in loss = c · Σ −log p; 1 where it is not read off, 0 where no sample has a loss.
-        nll: Σ −log p, NaN unless read or told.
+        factor: c in loss = c · Σ −log p; 1 if it is not read from the gradient, 0 if no sample has a loss.
+        nll: Σ −log p; NaN if it is neither read from the gradient nor set.
         left: Parameters for the generic rule.
     """
 
@@ -69,16 +70,16 @@ class Measurement:
 
     @property
     def _draws(self) -> bool:
-        """Whether the measurement makes a backward pass of its own: MC does, and routed rows have to be checked."""
+        """Whether the measurement needs its own backward pass: for MC, and to check routed rows."""
         return self.request.source == "mc" or self.plan.routed
 
     def forward_done(self, outputs: Tensor) -> None:
-        """The forward pass is over: hook into its graph for the backward pass."""
+        """After the forward pass: install hooks in its graph for the backward pass."""
         if isinstance(self.request.likelihood, Classification):
             self.request.likelihood.check_classes(outputs)
         self._outputs, self._edge = outputs.detach(), _before_casts(get_gradient_edge(outputs))
         self.left = [*self.plan.generic, *self.plan.doubted(self.calls, self.count)]
-        # before the layers' hooks: the last layer's needs what is read at the outputs
+        # before the hooks of the layers: that of the last layer needs the values read at the outputs
         self._edge.node.register_prehook(self._at_outputs(self._edge.output_nr))
         self._streams = self._draws and sum(call.shape.numel() for call in self.calls) > kernels.STREAMED
         if not self._draws or self._streams:
@@ -87,24 +88,24 @@ class Measurement:
                 call.edge.node.register_prehook(self._at_layer(place, call.edge.output_nr, alone[place]))
 
     def finish(self) -> None:
-        """Add what could not be squared on the way: layers used several times."""
+        """Add the squares of layers that are used several times; all others have been added already."""
         self._square({place: gradient for place, gradient in self._caught.items() if gradient is not None})
 
     def scaled(self, squares: Tensor) -> Tensor:
-        """Squares of gradients of the loss as squares of gradients of the negative log likelihood, in place."""
+        """Convert squared gradients of the loss to those of the negative log likelihood, in place."""
         return squares.div_(self.factor**2) if self.request.source == "ef" else squares
 
     def clear(self) -> None:
-        """Let go of the graph, which holds this measurement by its hooks, and of everything large.
+        """Release the graph, whose hooks refer to this measurement, and all large tensors.
 
-        A backward pass that comes later finds nothing to do.
+        A later backward pass is not measured.
         """
         self.inputs, self.calls, self._caught = ((), {}), [], {}
         self._outputs = self._edge = self.cotangent = None
         self.backward = False
 
     def _at_outputs(self, number: int) -> Callable[..., None]:
-        """A hook for the gradient that the loss sends to the outputs; the first one counts."""
+        """A hook for the gradient of the loss at the outputs; only the first gradient counts."""
 
         def hook(grads: tuple[Tensor, ...]) -> None:
             if grads[number] is None or self.backward or self._outputs is None:
@@ -117,12 +118,12 @@ class Measurement:
             if self._draws and math.isfinite(self.factor):
                 self._backward(self.cotangent)
             if not self.left and not self.plan.unseen(self.calls):
-                self.cotangent = None  # nobody will ask, and with a large vocabulary it is large
+                self.cotangent = None  # no longer needed, and large for a large vocabulary
 
         return hook
 
     def _at_layer(self, place: int, number: int, at_once: bool) -> Callable[..., None]:
-        """A hook for the gradient at a layer's output. A layer used once is squared and forgotten on the spot."""
+        """A hook for the gradient at a layer's output. The gradient of a layer used once is squared at once."""
 
         def hook(grads: tuple[Tensor, ...]) -> None:
             if grads[number] is None or place in self._caught or not self.backward:
@@ -136,20 +137,20 @@ class Measurement:
         return hook
 
     def _read(self, outputs: Tensor, gradient: Tensor) -> None:
-        if not self.request.reads_scale:  # a reduction that the user told is taken out at the end of the step
+        if not self.request.reads_scale:  # the user's reduction is divided out at the end of the step
             self.factor = 1.0 if bool(torch.isfinite(outputs).all()) else math.nan
             return
         assert isinstance(self.request.likelihood, Classification)
         try:
             scale = read_loss(self.request.likelihood, outputs, gradient)
-        except FloatingPointError:  # judged at the end of the step: a loss scaler expects it now and then
+        except FloatingPointError:  # handled at the end of the step: with a loss scaler it is no error
             self.factor = self.nll = math.nan
             return
-        # None: every label is predicted with certainty or ignored, there is nothing to read or to add
+        # None: every label is predicted with certainty or ignored, so there is nothing to read or add
         self.factor, self.nll = (0.0, 0.0) if scale is None else (scale.factor, scale.nll)
 
     def _drawn(self, outputs: Tensor, gradient: Tensor) -> Tensor:
-        """MC's output gradient. Only the loss's own shows which labels are ignored."""
+        """The output gradient of MC. Zero rows in the gradient of the loss show which labels are ignored."""
         likelihood = self.request.likelihood
         if math.isnan(self.factor):
             return gradient
@@ -159,11 +160,12 @@ class Measurement:
         return drawn
 
     def _backward(self, cotangent: Tensor) -> None:
-        """A backward pass of the measurement's own, inside the loss's."""
+        """The measurement's own backward pass, inside that of the loss."""
         assert self._edge is not None
         if self.plan.routed:
             self.left = [*self.plan.generic, *self.plan.misrouted(self.calls, self._edge, cotangent)]
-        # layers that do not fit side by side are squared as the gradient comes by; only where it ends is asked for
+        # if the layers do not fit in memory together, each is squared when its gradient arrives, and only the last
+        # gradients of the pass are requested
         places = _ends(self._edge.node, self.calls) if self._streams else range(len(self.calls))
         edges = [self.calls[place].edge for place in places]
         if not edges:
@@ -189,13 +191,13 @@ class Measurement:
                 self.request.add(name, self.scaled(squares) if self.factor else squares.zero_())
         for place, call in zip(gradients, calls, strict=True):
             self._caught[place] = None
-            call.inputs = torch.empty_like(call.inputs, device="meta")  # only the shape is needed from now on
+            call.inputs = torch.empty_like(call.inputs, device="meta")  # only the shape is still needed
 
 
 def _before_casts(edge: GradientEdge) -> GradientEdge:
-    """Where the outputs were made, before they were cast: a loss inside the model sees them like that.
+    """The edge of the outputs before they were cast, which a loss inside the model uses.
 
-    Mixed precision passes single-precision copies of the outputs on, which the model's own loss knows nothing of.
+    Mixed precision returns single-precision copies of the outputs; the model's own loss does not use the copies.
     """
     while edge.node.name() == "ToCopyBackward0":
         node, number = edge.node.next_functions[0]
@@ -204,7 +206,7 @@ def _before_casts(edge: GradientEdge) -> GradientEdge:
 
 
 def _ends(root: Node, calls: list[Call]) -> list[int]:
-    """Places of the calls below which there is no other: a gradient that reaches these passes all the others."""
+    """Positions of the calls that have no other call below them: a gradient that reaches these passes all others."""
     places: dict[Node, list[int]] = {}
     for place, call in enumerate(calls):
         places.setdefault(call.edge.node, []).append(place)

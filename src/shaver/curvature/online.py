@@ -1,7 +1,7 @@
-"""H from training's own passes: a moving average of the diagonal, with no pass over the data of its own.
+"""H from training steps: a moving average of the diagonal, without a separate pass over the data.
 
-Every k-th step is measured. The empirical Fisher (EF) is read off the ordinary backward pass; the Monte-Carlo Fisher
-(MC) adds one backward pass, without weight gradients.
+Every k-th step is measured. The empirical Fisher (EF) uses the ordinary backward pass; the Monte Carlo Fisher (MC)
+adds one backward pass without weight gradients.
 """
 
 import math
@@ -29,12 +29,11 @@ from shaver.naming import check_count, check_name, check_number
 from shaver.ranks import ALONE, Ranks, held_parameters
 from shaver.selection import Selection, take
 
-#: What to say where no step has been measured.
+#: Message if no step has been measured.
 UNMEASURED = (
-    "no training step has been measured yet: the model must be called as model(x) in training mode with gradients on, "
-    "and followed by backward() and, in place of optimizer.step(), spam.step(optimizer) (spam.attach(optimizer) makes "
-    "it so for a trainer's own steps). A network that was compiled and run before does not see new hooks: create SpaM "
-    "first, or call torch._dynamo.reset()."
+    "no training step has been measured yet: call model(x) in training mode with gradients on, then backward(), then "
+    "spam.step(optimizer) instead of optimizer.step() (for a trainer that steps itself: spam.attach(optimizer)). A "
+    "network that was compiled and run before ignores new hooks: create SpaM first, or call torch._dynamo.reset()."
 )
 
 
@@ -51,31 +50,31 @@ class OnlineCurvature:
         ...     optimizer.step()
         >>> h = online.curvature().diagonal()
 
-    Several forward and backward passes before one ``step`` (gradient accumulation) count as one larger batch. In
-    training mode batch norm's statistics count as constants and dropout stays on, except for parameters left to the
-    generic rule, which sees the network in evaluation mode. Gradients are those of a step without a measurement. A
-    compiled network runs uncompiled in steps that are measured.
+    Several forward and backward passes before one ``step`` (gradient accumulation) count as one larger batch. The
+    statistics of batch norm count as constants, and dropout stays on; but the generic rule runs the network in
+    evaluation mode. A measurement does not change the gradients of the step. A compiled network runs uncompiled in
+    measured steps.
 
     Args:
         model: The network, called as ``model(...)`` in the loop.
-        data_size: N: H is scaled to the sum over the whole data set.
+        data_size: N, the number of training samples. H is scaled to the sum over all of them.
         source: ``"ef"`` or ``"mc"``.
-        every: Steps between measurements.
-        decay: Of the moving average, per measurement.
-        likelihood: What the outputs mean.
-        loss: How the loss that is differentiated relates to the likelihood: ``"mean"`` or ``"sum"`` over the samples
-            of a step of the negative log likelihood, or ``"auto"``: for classification the factor is read off the
-            gradient at the outputs, whatever the reduction, accumulation or loss scale; otherwise ``"mean"``.
-        seed: For the labels that MC draws.
-        outputs: From what the model returns to the outputs that the likelihood is about, where that is neither a
-            tensor nor something with ``.logits``: ``outputs=lambda result: result[1]``.
-        ranks: The processes whose samples make up a batch, each measuring its own; ``step`` is a collective then.
+        every: Steps between curvature measurements.
+        decay: Decay of the moving average, per measurement.
+        likelihood: ``"classification"``, ``"regression"`` or your own.
+        loss: Reduction of the loss: ``"mean"`` or ``"sum"`` of the negative log likelihood over the samples of a step.
+            ``"auto"`` reads the factor of a classification loss from the gradient at the outputs, for any reduction,
+            accumulation or loss scale; for other likelihoods it means ``"mean"``.
+        seed: Seed of the labels that MC samples.
+        outputs: A function from what the model returns to its outputs, such as ``lambda result: result[1]``. Needed if
+            the model returns neither a tensor nor an object with ``.logits``.
+        ranks: The processes whose samples make up a batch; each measures its own. ``step`` is then a collective.
 
     Attributes:
-        measurements: How many steps have been measured.
-        passes: How many forward passes have been recorded, also those that no backward pass has followed.
-        weight: What the last measured step's loss counts as, in units of the mean negative log likelihood: 1 for a
-            mean, the batch size for a sum; a loss scale that :meth:`step` is told is taken out.
+        measurements: Number of measured steps.
+        passes: Number of recorded forward passes, including those without a backward pass.
+        weight: The factor of the mean negative log likelihood in the loss of the last measured step: 1 for a mean, the
+            batch size for a sum. A loss scale passed to :meth:`step` is divided out.
     """
 
     def __init__(
@@ -115,20 +114,20 @@ class OnlineCurvature:
         self._sums: dict[str, Tensor] = {}
         self._passes: list[Measurement] = []
         self._busy = False
-        self._during = ExitStack()  # what holds while the model runs
+        self._during = ExitStack()  # contexts that are open while the model runs
 
-        # A plain function, which copy.deepcopy(model) takes along as it is; a copy of the model is not measured.
+        # A plain function, which copy.deepcopy(model) does not copy; a copy of the model is not measured.
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._before(module, args, kwargs)
 
         before = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
-        # first of all, or, if sharded, once the hook that brings the weights together has run
+        # before all other hooks; if sharded, after the hook that gathers the weights
         prepend = not self._held.is_sharded
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(before, with_kwargs=True, prepend=prepend)
         ]
 
-    # The user's side -------------------------------------------------------------------------------------------
+    # For users -------------------------------------------------------------------------------------------------
 
     @property
     def active(self) -> bool:
@@ -137,7 +136,7 @@ class OnlineCurvature:
 
     @contextmanager
     def measure(self, scale: float | None = None) -> Iterator[None]:
-        """Around ``loss.backward()`` in a loop of your own: ends the step, see :meth:`step`."""
+        """A context around ``loss.backward()`` in your own loop; it calls :meth:`step` at its end."""
         try:
             yield
         except BaseException:
@@ -149,8 +148,8 @@ class OnlineCurvature:
         """End a step: add its measurement to the average. Returns whether there was one.
 
         Args:
-            scale: The loss scale of mixed precision, ``scaler.get_scale()``. A step with infinite gradients, which the
-                scaler skips, is left out then instead of being an error.
+            scale: The loss scale of mixed precision, ``scaler.get_scale()``. With it, a step with infinite gradients,
+                which the scaler skips, is left out and is not an error.
         """
         measured = self.active
         self.steps += 1
@@ -165,7 +164,7 @@ class OnlineCurvature:
             self.forget()
 
     def forget(self) -> None:
-        """Drop the passes and sums of the step that is under way."""
+        """Discard the passes and sums of the current step."""
         for seen in self._passes:
             seen.clear()
         self._passes, self._sums = [], {}
@@ -180,12 +179,12 @@ class OnlineCurvature:
             self._busy = busy
 
     def note(self, nll: float) -> None:
-        """Tell the negative log likelihood of the pass just made, where it cannot be read off the gradient."""
+        """Set the negative log likelihood of the last pass, if it cannot be read from the gradient."""
         if self._passes and self.active:
             self._passes[-1].nll = nll
 
     def rescale(self, factor: float, log_likelihood: float) -> None:
-        """A regression's noise has changed: multiply H, and take the data's log likelihood under the new noise."""
+        """After the noise of a regression has changed: multiply H, and replace the log likelihood of the data."""
         for average in self.average.values():
             average.mul_(factor)
         self.average_nll = -log_likelihood / self.data_size * (1 - self.decay**self.measurements)
@@ -204,10 +203,10 @@ class OnlineCurvature:
         return Curvature(dict(blocks), log_likelihood, self.data_size, "diag", self.source, dict(self.rules))
 
     def select(self, kept: Selection) -> None:
-        """The model's tensors have been sliced in place: slice the average too, and choose the rules again.
+        """After the model's tensors were sliced in place: slice the average too, and choose the rules again.
 
         Args:
-            kept: Parameter → dimension → the positions that stayed. Parameters that are new start at zero.
+            kept: Parameter → dimension → the kept positions. New parameters start at zero.
         """
         self.forget()
         self.plan, self._planned_for = None, 0
@@ -228,7 +227,7 @@ class OnlineCurvature:
         self.forget()
 
     def state_dict(self) -> dict[str, object]:
-        """Tensors and numbers that a resumed run needs."""
+        """Tensors and numbers needed to resume."""
         return {
             "average": self._held.saved(self.average),
             "average_nll": self.average_nll,
@@ -240,7 +239,7 @@ class OnlineCurvature:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take :meth:`state_dict` back."""
+        """Restore what :meth:`state_dict` returned."""
         self.average = self._held.loaded(state["average"])
         self.average_nll, self.measurements, self.steps = state["average_nll"], state["measurements"], state["steps"]
         self.passes = self.measurements
@@ -250,7 +249,7 @@ class OnlineCurvature:
     # One measured pass -----------------------------------------------------------------------------------------
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model begins a forward pass: if it is measured, record it until it ends."""
+        """At the start of a forward pass: if it is to be measured, record it until it ends."""
         self._during.close()  # a pass that was interrupted
         is_ours = model is self.model and not self._busy and self.active
         if not (is_ours and torch.is_grad_enabled() and model.training):
@@ -258,11 +257,13 @@ class OnlineCurvature:
         first = next((v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.ndim), None)
         if first is None or not len(first):
             return
-        if self.plan is None or self._planned_for == 1 < len(first):  # one sample cannot tell where samples stand
+        if self.plan is None or self._planned_for == 1 < len(
+            first
+        ):  # one sample does not show which dimension is the batch
             with self.paused(), uncompiled():
                 self.plan = plan_for(self._held, model, self._call, (args, kwargs))
             self.rules, self._planned_for = self.plan.labels(), len(first)
-        if self.ranks.rank and not self._passes:  # labels of its own, the same again in a resumed run
+        if self.ranks.rank and not self._passes:  # own labels per rank, the same again in a resumed run
             self.generator.manual_seed(_mixed(self.seed, self.steps, self.ranks.rank))
         inputs = copied((args, kwargs)) if self.plan.alters_inputs else (args, kwargs)
         seen = Measurement(inputs, len(first), self._request, self.plan)
@@ -278,13 +279,13 @@ class OnlineCurvature:
 
         self._during.enter_context(uncompiled())
         seen.calls = self._during.enter_context(self.plan.recording.of(seen.count, running=model))
-        # after the hooks of the recording: the model may be a layer itself
+        # after the hooks of the recording, because the model may itself be a layer
         after = torch.compiler.disable(after)  # type: ignore[no-untyped-call]
         handle = model.register_forward_hook(after, with_kwargs=True, always_call=True)
         self._during.callback(handle.remove)
 
     def _finish(self, seen: Measurement) -> None:
-        """Add what a pass still has to give: layers used several times, and the generic rule."""
+        """Add the rest of a pass: layers that are used several times, and the generic rule."""
         if seen.factor or self._held.is_sharded:
             seen.finish()
         if not seen.factor:
@@ -313,10 +314,10 @@ class OnlineCurvature:
             self._sums[name] = squares
 
     def _merge(self, passes: list[Measurement], scale: float | None) -> bool:
-        """Scale the step's sums to the data set and add them to the average; False where they overflowed."""
+        """Scale the step's sums to the data set and add them to the average; False if they overflowed."""
         own, counted = sum(seen.count for seen in passes), [seen for seen in passes if seen.factor]
         weighed = sum(seen.count for seen in counted)  # samples whose weight in the loss is known
-        factor = 1.0  # of the negative log likelihood in the loss, where it was not read off
+        factor = 1.0  # of the negative log likelihood in the loss, if it was not read from the gradient
         if not self._request.reads_scale and own:
             factor = (scale or 1.0) / (1 if self.loss == "sum" else own)
         unit = factor**2 if self.source == "ef" else 1.0
@@ -324,7 +325,7 @@ class OnlineCurvature:
         wrong = next((name for name, sums in self._sums.items() if not math.isfinite(sums.sum())), None)
         if wrong is None and math.isnan(weight):
             wrong = next(iter(self.wanted))
-        # The loss of several ranks is the mean of theirs: those that have one count alike.
+        # The loss of several ranks is the mean of their losses; ranks with a loss have equal weight.
         nll = sum(seen.nll for seen in counted)
         count, known, weight, nll, bad = self.ranks.total(own, bool(weighed), weight, nll, wrong is not None)
         if bad:
@@ -340,8 +341,8 @@ class OnlineCurvature:
             return False
         if count > self.data_size and not self.measurements:
             warnings.warn(
-                f"a step has {count:.0f} samples and data_size is {self.data_size}: it is the number of training "
-                "samples, not of batches.",
+                f"a step has {count:.0f} samples, but data_size is {self.data_size}: data_size is the number of "
+                "training samples, not of batches.",
                 stacklevel=2,
             )
         if self.ranks:

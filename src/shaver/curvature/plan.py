@@ -1,4 +1,4 @@
-"""Which rule serves which parameter, and how a recorded pass becomes per-sample gradients by it.
+"""The plan: the rule of each parameter, and how per-sample gradients are computed from a recorded pass.
 
 :mod:`shaver.curvature.choice` makes plans.
 """
@@ -15,14 +15,14 @@ from shaver.curvature.capture import Call, Copies, Recording, Samples
 from shaver.curvature.rules import Rule
 from shaver.curvature.uses import Dense, Use, merge
 
-#: Where the samples may stand in a layer's input: dimension 0, dimension 1, or dimension 0 together with others,
-#: sample by sample or position by position.
+#: The dimension of a layer's input that holds the samples: 0, 1, or 0 folded with other dimensions, with the samples
+#: outermost ("folded") or innermost ("folded last").
 LAYOUTS = ("first", "second", "folded", "folded last")
 
 
 @dataclass
 class Layer:
-    """A layer and the rule that serves some of its parameters.
+    """A layer and the rule for some of its parameters.
 
     Attributes:
         label: The rule's name.
@@ -37,7 +37,7 @@ class Layer:
     parameters: dict[str, str] = field(default_factory=dict)
 
     def fits(self, shape: torch.Size, count: int) -> bool:
-        """Whether an input of this shape can hold ``count`` samples in this layout."""
+        """Whether an input of this shape fits ``count`` samples in this layout."""
         if self.layout == "first":
             return shape[0] == count
         if self.layout == "second":
@@ -47,19 +47,19 @@ class Layer:
 
 @dataclass
 class Plan:
-    """How each trainable parameter is computed.
+    """How the curvature of each trainable parameter is computed.
 
     Attributes:
         layers: Layers by their name in the model (or that of an ``F.linear`` call).
         copies: Raw parameters with one copy per sample, by parameter name.
-        generic: Parameters left to the generic rule, with the reason.
-        idle: Parameters that no gradient reached in the probe; each batch asks again.
+        generic: Parameters that get the generic rule, with the reason.
+        idle: Parameters without a gradient in the probe; each batch checks them again.
         recording: What to record of a pass.
         samples: Which entries of a batch have one row per sample.
-        routed: Whether the data may decide which rows a layer sees; each batch is checked then.
+        routed: Whether the data may decide which rows a layer receives; if so, each batch is checked.
         alters_inputs: Whether the network changes its input in place.
-        vectorised: Whether the generic rule may use vmap: operators exist whose batching rule is wrong.
-        outputs: Numbers per sample in the recorded outputs, which a backward pass has to hold.
+        vectorised: Whether the generic rule may use vmap; the batching rules of some operators are wrong.
+        outputs: Number of values per sample in the recorded outputs, which a backward pass keeps in memory.
         patches: The largest number of values per sample that any layer's inputs unfold to.
     """
 
@@ -81,8 +81,8 @@ class Plan:
         """Every planned parameter with its merged use, one parameter at a time.
 
         Args:
-            calls: What was recorded.
-            grads: For each call the output gradients ``(K, *output.shape)``, or None.
+            calls: The recorded calls.
+            grads: The output gradients ``(K, *output.shape)`` of each call, or None.
             count: The number of samples.
             without: Parameters to leave out.
         """
@@ -104,27 +104,27 @@ class Plan:
             yield name, merge(parts)
 
     def served(self, call: Call) -> dict[str, str]:
-        """The parameters that a call serves: own name → name in the model."""
+        """The parameters whose gradients a call gives: own name → name in the model."""
         if call.parameter is None:
             return self.layers[call.name].parameters
         places = ((c, name) for name, c in self.copies.items())
         return {c.own: name for c, name in places if (c.name, c.own) == (call.name, call.parameter)}
 
     def doubted(self, calls: Sequence[Call], count: int) -> set[str]:
-        """Parameters of layers whose inputs cannot hold the samples as planned: left to the generic rule."""
+        """Parameters of layers whose inputs do not fit the planned layout; they get the generic rule."""
         layers = [(call, self.layers[call.name]) for call in calls if call.parameter is None]
         wrong = (call for call, layer in layers if not layer.fits(call.inputs.shape, count))
         return {name for call in wrong for name in self.served(call).values()}
 
     def misrouted(self, calls: Sequence[Call], outputs: Tensor | GradientEdge, direction: Tensor) -> set[str]:
-        """Parameters of layers in which a row belongs to another sample than planned.
+        """Parameters of layers in which a row does not belong to the planned sample.
 
-        Found by two backward passes: a row of sample n has w_n times the gradient when each sample's output gradient is
-        multiplied by a weight w_n of its own.
+        Two backward passes find them: if the output gradient of each sample n is multiplied by its own weight w_n, then
+        the gradient of a row of sample n must be w_n times as large.
 
         Args:
-            calls: What was recorded.
-            outputs: The outputs, or their edge in the graph, which is kept.
+            calls: The recorded calls.
+            outputs: The outputs, or their edge in the graph. The graph is kept.
             direction: A gradient at the outputs.
         """
         wrong = self.doubted(calls, count := len(direction))
@@ -148,13 +148,13 @@ class Plan:
         return wrong
 
     def unseen(self, calls: Sequence[Call]) -> list[str]:
-        """Parameters that are not left to the generic rule and that no recorded call serves."""
+        """Parameters without the generic rule and without a recorded call."""
         seen = {name for call in calls for name in self.served(call).values()}
         planned = [name for layer in self.layers.values() for name in layer.parameters.values()]
         return [name for name in dict.fromkeys([*planned, *self.copies, *self.idle]) if name not in seen]
 
     def single_uses(self, calls: Sequence[Call]) -> list[bool]:
-        """For each call whether its parameters occur in no other of these calls."""
+        """Whether the parameters of each call occur in no other call."""
         names = [list(self.served(call).values()) for call in calls]
         counts: dict[str, int] = {}
         for name in (name for several in names for name in several):

@@ -1,4 +1,4 @@
-"""The probe: a forward and backward pass of a few samples, with autograd's per-sample gradients beside it."""
+"""The probe: a forward and backward pass of a few samples, and autograd's per-sample gradients for comparison."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from shaver.curvature.capture import Call, Functional, Recording, Samples, copie
 from shaver.curvature.generic import vmapped_gradients
 from shaver.curvature.uses import Use
 
-#: Samples in the probe. Two would do; three tell "two tokens" from "two samples".
+#: Samples in the probe. With three, a dimension of two tokens is not mistaken for the samples.
 SAMPLES = 3
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
@@ -26,8 +26,8 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 class Probe:
     """A few samples of a batch, passed through the model at randomly perturbed weights.
 
-    The weights are copies; the model is not touched. They are perturbed because at special weights, such as a
-    zero-initialised head, every gradient below vanishes and a wrong rule would pass.
+    The weights are copies; the model does not change. They are perturbed because at special weights, such as a
+    zero-initialised head, all gradients before the head vanish and a wrong rule would pass the check.
 
     Args:
         model: The network.
@@ -41,9 +41,9 @@ class Probe:
         samples: Which entries of the batch have one row per sample.
         weights: The perturbed weights.
         calls: The recorded calls of ``modules`` and of ``F.linear``.
-        passed: Module name → its calls that a gradient reached, with that gradient ``(1, *output shape)``.
+        passed: Module name → its calls that have a gradient, with that gradient ``(1, *output shape)``.
         outputs: The model's outputs.
-        routed: Whether the data may decide which rows a layer sees, as in a mixture of experts.
+        routed: Whether the data may decide which rows a layer receives, as in a mixture of experts.
         alters_inputs: Whether the network changes its input in place.
     """
 
@@ -60,7 +60,7 @@ class Probe:
         self.weights = {name: _perturbed(p, generator) for name, p in wanted.items()}
         self._recording = Recording(modules, {name: w for name, w in self.weights.items() if w.ndim == 2})
         self.alters_inputs = False
-        # in place until the last gradient: activations that are computed again must find the same weights
+        # until the last gradient, because activations that are recomputed need the same weights
         with self.function.placed(self.weights):
             outputs = self._first_pass(batch)
             self.outputs = outputs.detach()
@@ -79,19 +79,18 @@ class Probe:
                 self.passed.setdefault(call.name, []).append((call, grad.unsqueeze(0)))
 
     def gradients(self, name: str) -> Tensor | None:
-        """Autograd's gradients of one parameter, ``(samples, *shape)``; None where there is none."""
-        rows = [row.pop(name) for row in self._references]  # asked for once: together they are several models
+        """Autograd's gradients of one parameter, ``(samples, *shape)``; None if there is none."""
+        rows = [row.pop(name) for row in self._references]  # needed only once, and together as large as several models
         if all(row is None for row in rows):
             return None
         zeros = torch.zeros_like(self.weights[name].detach())
         return torch.stack([zeros if row is None else _dense(row) for row in rows])
 
     def again(self, recording: Recording) -> tuple[list[Call], Sequence[Tensor | None]]:
-        """The same pass with something else recorded: its calls and the gradients that reach them.
+        """The same pass with another recording: its calls and their gradients.
 
         Raises:
-            ValueError: The outputs are other ones, because what is recorded does not leave them as they are, here or
-                with a sample less.
+            ValueError: The recording changes the outputs, with all samples or with one less.
         """
         for count in dict.fromkeys([max(1, self.count - 1), self.count]):
             with recording.of(count) as calls:
@@ -103,7 +102,7 @@ class Probe:
     def agrees(self, use: Use, expected: Tensor) -> bool:
         """Whether a use's per-sample gradients are autograd's, up to rounding."""
         missed = size = 0.0
-        for n in range(self.count):  # a vocabulary's gradients are built for one sample at a time
+        for n in range(self.count):  # one sample at a time, because gradients of a vocabulary are large
             found, row = use.per_sample(n, n + 1)[0], expected[n : n + 1]
             if found.shape != row.shape:
                 raise ValueError(f"gives shape {tuple(found.shape[1:])} for {tuple(row.shape[1:])}")
@@ -113,7 +112,7 @@ class Probe:
         return math.sqrt(missed / expected.numel()) <= tolerance(expected) * (rms + 1e-4 * self._floor)
 
     def holds_on_random_inputs(self, module: nn.Module, rule: Callable[..., Mapping[str, Use]], inputs: Tensor) -> bool:
-        """Whether a rule gives a module's gradients for normal random inputs too: the batch may show one side only."""
+        """Whether a rule also holds for normal random inputs: the batch may, for example, have no negative ones."""
         if not inputs.is_floating_point():
             return True
         generator = torch.Generator().manual_seed(1)
@@ -142,7 +141,7 @@ class Probe:
         return True
 
     def _first_pass(self, batch: Any) -> Tensor:
-        """Run the model, with the entries that are not per sample found by trying; the outputs have a graph."""
+        """Run the model; find the entries of the batch that are not per sample by trying. The outputs have a graph."""
         uncertain = Samples.uncertain(batch)
         sets = itertools.chain.from_iterable(itertools.combinations(uncertain, size) for size in range(3))
         failed: Exception | None = None
@@ -168,7 +167,7 @@ class Probe:
         return outputs
 
     def _check_independent(self, outputs: Tensor) -> None:
-        """A sample's output must not depend on the other samples: per-sample gradients would not exist."""
+        """Refuse a model whose output for a sample depends on the other samples: it has no per-sample gradients."""
         if self.count < 2:
             return
         suspects = [
@@ -179,13 +178,13 @@ class Probe:
         hint = f" Suspect: {', '.join(suspects)} (track_running_stats=False)." if suspects else ""
         message = (
             "the output of a sample changes with the other samples in its batch, so per-sample gradients do not "
-            "exist. A batch-dependent layer (BatchNorm without running statistics) or randomness in evaluation "
-            f"mode does that.{hint}"
+            "exist. The cause is a batch-dependent layer (BatchNorm without running statistics) or randomness in "
+            f"evaluation mode.{hint}"
         )
         try:
             with torch.no_grad():
                 alone = self.function(copied(self.samples.take(self.batch, slice(0, 1))))
-        except ValueError as error:  # what BatchNorm says to a batch of one
+        except ValueError as error:  # BatchNorm raises it for a batch of one
             if suspects:
                 raise ValueError(message) from error
             raise
@@ -193,20 +192,20 @@ class Probe:
             return
         distance, scale = (alone[0] - outputs[0]).abs().max(), outputs.abs().max()
         finite = torch.isfinite(alone).all() and torch.isfinite(outputs).all()
-        # a NaN is named where the batch is processed
+        # NaN is reported when the batch is processed
         if bool(finite) and bool(distance > tolerance(alone) * scale):
             raise ValueError(message)
 
     @staticmethod
     def _close(found: Tensor, expected: Tensor, floor: float) -> bool:
-        """Equal up to rounding; ``floor``, the size of other gradients, stands in for one that should be zero."""
+        """Equal up to rounding, relative to the expected size; for an expected zero, relative to ``floor``."""
         if found.shape != expected.shape:
             return False
         return bool(_rms(found - expected.to(found.dtype)) <= tolerance(expected) * (_rms(expected) + 1e-4 * floor))
 
 
 class _Routing(TorchFunctionMode):
-    """Notices operations with which the data can decide which rows a layer sees."""
+    """Detects operations by which the data can decide which rows a layer receives."""
 
     NAMES = frozenset(
         [
@@ -226,7 +225,7 @@ class _Routing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__bool__":  # one decision for the batch (a mask that is all ones) is not one for each sample
+        if name == "__bool__":  # one decision per batch (is a mask all ones?) is not one decision per sample
             self._decisions += 1
             self.found |= self._decisions >= SAMPLES
         elif name in ("__getitem__", "__setitem__"):
@@ -238,14 +237,14 @@ class _Routing(TorchFunctionMode):
 
 
 def check_outputs(outputs: Tensor, count: int) -> None:
-    """Outputs have a gradient and one row per sample."""
+    """Check that the outputs have a gradient and one row per sample."""
     if not outputs.requires_grad:
         raise ValueError(
-            "the model's outputs have no gradient: it detaches them, runs under no_grad, or its trainable "
-            "parameters do not reach the outputs."
+            "the model's outputs have no gradient: the model detaches them, runs under no_grad, or does not use its "
+            "trainable parameters."
         )
     if outputs.is_complex():
-        raise ValueError(f"the model's outputs are {outputs.dtype}; a likelihood needs real ones.")
+        raise ValueError(f"the model's outputs are {outputs.dtype}; a likelihood needs real outputs.")
     if outputs.ndim == 0 or outputs.shape[0] != count:
         raise ValueError(
             f"the model returned outputs of shape {tuple(outputs.shape)} for {count} samples; the first dimension "
@@ -255,17 +254,17 @@ def check_outputs(outputs: Tensor, count: int) -> None:
 
 @contextmanager
 def described(batch: Any) -> Iterator[None]:
-    """Add the batch's shapes to what torch says when the model cannot take the batch."""
+    """Add the batch's shapes to torch's error message if the model cannot process the batch."""
     try:
         yield
     except RuntimeError as error:
         shapes = [f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in tree_leaves(batch)
                   if isinstance(v, Tensor)]  # fmt: skip
-        raise ValueError(f"the model cannot take a batch with tensors {', '.join(shapes)}: {error}") from error
+        raise ValueError(f"the model cannot process a batch with tensors {', '.join(shapes)}: {error}") from error
 
 
 def tolerance(values: Tensor) -> float:
-    """How much of a number is rounding in the precision of ``values``, with a margin."""
+    """Relative rounding error in the precision of ``values``, with a margin."""
     return _TOLERANCE.get(values.dtype, 0.2)
 
 

@@ -1,9 +1,9 @@
 """One rule per layer type: from a layer's inputs and output gradients to per-sample gradients in factored form.
 
-A rule is a function ``rule(module, inputs, grads)`` that returns ``{parameter name: use}``. ``inputs`` has the
-samples first, then perhaps further leading dimensions, then the layer's own: ``(B, …, *own)``; ``grads`` has the
-same with K output gradients in front: ``(K, B, …, *own)``. No rule is trusted: :mod:`shaver.curvature.choice` compares
-its per-sample gradients with autograd's before using it.
+A rule is a function ``rule(module, inputs, grads)`` that returns ``{parameter name: use}``. ``inputs`` has the shape
+``(B, …, *own)``: the samples, optional further dimensions, and the layer's own dimensions. ``grads`` has K output
+gradients in front: ``(K, B, …, *own)``. :mod:`shaver.curvature.choice` compares the per-sample gradients of every rule
+with autograd's before using it.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _RULES: dict[type[nn.Module], tuple[str, Rule]] = {}
 
 
 def register_rule(*types: type[nn.Module], name: str | None = None) -> Callable[[Rule], Rule]:
-    """Add a fast rule for a module type of your own; :func:`shaver.testing.check_rule` checks it.
+    """Add a fast rule for your own module type; :func:`shaver.testing.check_rule` checks it.
 
     Example:
         A layer with one gain per feature, y = x * gain::
@@ -33,7 +33,7 @@ def register_rule(*types: type[nn.Module], name: str | None = None) -> Callable[
             def gain(module, inputs, grads):
                 return {"gain": Dense((grads * inputs).flatten(2, -2).sum(2))}   # (K, B, features)
 
-    The first batch compares the rule with autograd. Where they differ the generic rule is used, and ``coverage()``
+    The rule is compared with autograd on the first batch. If they differ, the generic rule is used, and ``coverage()``
     says so.
     """
 
@@ -52,8 +52,8 @@ class Candidate:
     Attributes:
         label: The rule's name.
         rule: The rule.
-        is_guess: Whether the rule was proposed because of the module's name or parameters, not its type. Such a rule
-            must also hold on random inputs: the first samples may not show what the module does with others.
+        is_guess: Whether the rule was chosen by the module's name or parameters, not by its type. Such a rule must
+            also hold on random inputs: a few samples may not show everything that the module does.
     """
 
     label: str
@@ -64,9 +64,9 @@ class Candidate:
 def candidates_for(module: nn.Module) -> Iterator[Candidate]:
     """The rules that may fit a module, best first.
 
-    None for a subclass with a forward of its own. A parametrized module gets rules of this file only: they never read
-    its weight, which would run the parametrization again and draw random numbers (DropConnect) or change buffers
-    (spectral norm).
+    There is none for a subclass with its own ``forward``. A parametrized module gets only the rules of this file. They
+    never read its weight: that would run the parametrization again and draw random numbers (DropConnect) or change
+    buffers (spectral norm).
     """
     for kind in type(module).__mro__:
         if kind in _RULES:
@@ -143,7 +143,7 @@ def embedding(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
 
 
 def _affine(normalised: Tensor, grads: Tensor, keep: int) -> dict[str, Use]:
-    """y = w ∘ x̂ + b over ``keep`` trailing dimensions, summed over everything between the samples and those."""
+    """y = w ∘ x̂ + b over ``keep`` trailing dimensions, summed over all dimensions between the samples and these."""
     between = tuple(range(2, grads.ndim - keep))
 
     def total(values: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def rms_norm(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
 
 
 def rms_norm_like(module: Any, inputs: Tensor, grads: Tensor) -> dict[str, Use]:
-    """The same by another library's name, with its ``variance_epsilon`` or ``eps``."""
+    """Root-mean-square norm of another library, with its ``variance_epsilon`` or ``eps``."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-6))
     return _affine(F.rms_norm(inputs, inputs.shape[-1:], None, eps), grads, 1)
 

@@ -1,4 +1,4 @@
-"""Plans for whole and for sharded parameters (FSDP2), and what sharded ones do not allow."""
+"""Plans for whole and for sharded parameters (FSDP2), and checks of what sharded parameters do not support."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,11 +14,11 @@ from shaver.shards import whole_copy
 
 
 def plan_for(held: HeldParameters, model: nn.Module, forward: Forward, batch: Any) -> Plan:
-    """Choose the rules; for sharded parameters with a copy, because they have their values only while the model runs.
+    """Choose the rules. Sharded parameters have values only while the model runs, so a whole copy is used for them.
 
     Raises:
-        NotImplementedError: A sharded parameter is used outside a layer that has a rule, or the data choose the rows
-            that a layer sees.
+        NotImplementedError: A sharded parameter is used outside a layer that has a rule, or the data decide which rows
+            a layer receives.
     """
     if not held.is_sharded:
         with undisturbed(model):
@@ -29,8 +29,8 @@ def plan_for(held: HeldParameters, model: nn.Module, forward: Forward, batch: An
     check_generic(held, [*plan.generic, *plan.recording.linears])
     if plan.routed:
         raise NotImplementedError(
-            "the data choose which rows a layer sees (a mixture of experts, an index by a tensor), which sharded "
-            "parameters do not allow; train with DistributedDataParallel."
+            "the data decide which rows a layer receives (a mixture of experts, an index by a tensor), which sharded "
+            "parameters do not support; train with DistributedDataParallel."
         )
     modules = {name: model.get_submodule(name) for name in plan.recording.modules}
     copies = [replace(raw, module=model.get_submodule(raw.name)) for raw in plan.recording.copies]
@@ -39,14 +39,14 @@ def plan_for(held: HeldParameters, model: nn.Module, forward: Forward, batch: An
 
 
 def check_generic(held: HeldParameters, names: list[str]) -> None:
-    """Refuse the generic rule, which needs whole parameters, where they are sharded.
+    """Refuse the generic rule for sharded parameters, because it needs whole ones.
 
     Raises:
-        NotImplementedError: There is a parameter that needs it.
+        NotImplementedError: A sharded parameter needs it.
     """
     if names and held.is_sharded:
         raise NotImplementedError(
-            f"{names[0]!r} is used outside a layer that has a rule, or its layer was called with other rows than in "
-            "the first step; sharded parameters allow neither. Train with DistributedDataParallel, or set "
-            "requires_grad to False for it."
+            f"{names[0]!r} is used outside a layer that has a rule, or its layer received different rows in the first "
+            "step; sharded parameters support neither. Train with DistributedDataParallel, or set requires_grad to "
+            "False for it."
         )

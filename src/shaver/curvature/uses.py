@@ -1,10 +1,10 @@
-"""Per-sample gradients in factored form: what one use of a parameter contributes, without building it.
+"""Per-sample gradients of one use of a parameter, in factored form, so that they need not be built.
 
-A backward pass with K output gradients gives every sample K gradients for each parameter. A *use* knows them as
-factors and answers three questions: the sum of their squares (the diagonal), their Kronecker factors, and the
-gradients themselves for a few samples at a time (where a parameter is used in several ways at once).
+A backward pass with K output gradients gives K gradients per sample and parameter. A *use* holds their factors. From
+them it computes the sum of squares (the diagonal), the Kronecker factors, and the gradients themselves for a few
+samples at a time (for a parameter that is used in several ways).
 
-Shapes: B samples, K output gradients, T positions (pixels, tokens) a sample, g groups, I inputs, O outputs.
+Shapes: B samples, K output gradients, T positions (pixels, tokens) per sample, g groups, I inputs, O outputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ class Use(Protocol):
 
 @dataclass
 class Dense:
-    """Gradients that are small enough to be held as they are: norms, scalars, the generic rule.
+    """Gradients that are small enough to be stored: those of norms, of scalars, and of the generic rule.
 
     Attributes:
         grads: ``(K, B, *shape)``.
@@ -53,7 +53,7 @@ class Shift:
 
     Attributes:
         grads: ``(K, B, O, T)``.
-        groups: Groups of a grouped convolution; they matter for the Kronecker factors only.
+        groups: Groups of a grouped convolution; only the Kronecker factors depend on them.
     """
 
     grads: Tensor
@@ -82,13 +82,13 @@ class Outer:
     """A weight matrix: g_n = Σ_t b_nt a_ntᵀ, with inputs a and output gradients b at T positions.
 
     Attributes:
-        inputs: A function from a slice of samples to their inputs ``(n, g·I, T)``, so that a convolution's patches
-            exist only for a few samples at a time.
+        inputs: A function from a slice of samples to their inputs ``(n, g·I, T)``, so that the patches of a convolution
+            are in memory for only a few samples at a time.
         grads: ``(K, B, g·O, T)``.
         shape: The parameter's shape, ``(g·O, I, …)`` or, transposed, ``(I, O)``.
         groups: g.
-        transposed: The parameter is stored ``(I, O)``.
-        kernel: Builds per-sample gradients faster than patches do; only without groups.
+        transposed: Whether the parameter is stored as ``(I, O)``.
+        kernel: A faster way to build per-sample gradients than patches, or None; only without groups.
     """
 
     inputs: Callable[[slice], Tensor]
@@ -107,14 +107,14 @@ class Outer:
         return kernels.tiles(self.grads.shape[1], self.grads.element_size(), numbers, beside)
 
     def square_sum(self) -> Tensor:
-        """Σ g² for these output gradients alone."""
+        """Σ g² for these output gradients."""
         return self.joint_square_sum([self.grads])
 
     def joint_square_sum(self, grads: Sequence[Tensor]) -> Tensor:
         """Σ g² for several output gradients of the same samples, each ``(K, B, g·O, T)``.
 
-        One matmul of squared factors with one position; else per-sample gradients, a cache-sized tile at a time, in
-        which all output gradients share their inputs.
+        With one position this is one matmul of squared factors. With more, per-sample gradients are built in tiles that
+        fit the cache, and all output gradients share the inputs.
         """
         _, batch, outputs, positions = self.grads.shape
         columns = sum(len(grad) for grad in grads)
@@ -198,7 +198,7 @@ class Rows:
         return self.grads * (self.index != self.padding).unsqueeze(-1)
 
     def square_sum(self) -> Tensor:
-        """Equal tokens of one sample are summed before squaring; only rows that occur are touched."""
+        """Σ g²: equal tokens of one sample are summed before squaring; only rows that occur are computed."""
         batch, rows = len(self.index), self.shape[0]
         key = self.index + rows * torch.arange(batch, device=self.index.device).unsqueeze(1)
         unique, inverse = torch.unique(key.flatten(), return_inverse=True)
@@ -207,7 +207,7 @@ class Rows:
         return grads.new_zeros(self.shape).index_add_(0, unique % rows, summed.square().sum(0))
 
     def per_sample(self, start: int, stop: int) -> Tensor:
-        """One dense row table a sample."""
+        """One dense table of rows per sample."""
         grads = self.masked()[:, start:stop]
         table = grads.new_zeros(*grads.shape[:2], *self.shape)
         index = self.index[start:stop].unsqueeze(-1).expand(grads.shape)
@@ -226,9 +226,9 @@ def joint_square_sum(uses: Sequence[Use]) -> Tensor:
 
 
 def merge(uses: Sequence[Use]) -> Use:
-    """Several uses of one parameter as one use: their per-sample gradients add up before any square.
+    """Several uses of one parameter as one use: their per-sample gradients are summed before squaring.
 
-    Weight matrices join their positions; everything else is summed for a few samples at a time.
+    The positions of weight matrices are concatenated; everything else is summed for a few samples at a time.
     """
     first = uses[0]
     if len(uses) == 1:
@@ -259,10 +259,10 @@ def merge(uses: Sequence[Use]) -> Use:
 
 @dataclass
 class Tied:
-    """An embedding that is the output layer too: its rows are looked up, and it multiplies.
+    """An embedding that is also the output layer: a table and a matrix.
 
-    A vocabulary times a width is too large to be built for a sample: it is built for some rows of one sample at a
-    time, and what the look-up adds to those rows is added before the square.
+    The gradient of a whole vocabulary is too large to build per sample. It is built for some rows of one sample at a
+    time, and the table's gradient of those rows is added before squaring.
     """
 
     table: Rows

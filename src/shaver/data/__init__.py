@@ -1,4 +1,4 @@
-"""Data sets in memory: the embedded ones, MNIST, FashionMNIST, CIFAR and IMDB, and batches of a user's own tensors.
+"""Data sets in memory: cancer, digits, MNIST, FashionMNIST, CIFAR and IMDB, and batches of a user's own tensors.
 
 >>> splits = shaver.data.load("digits", valid_fraction=0.1)
 >>> for x, y in splits.train.batches(128, shuffle=True, seed=0): ...

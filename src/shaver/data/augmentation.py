@@ -1,4 +1,4 @@
-"""Flips and random crops of a whole batch of images as tensor operations."""
+"""Random flips and crops of a whole batch of images, as tensor operations."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FlipCrop:
-    """Shift every image by up to ``pad`` pixels in each direction (a crop of the zero-padded image) and mirror half.
+    """Shift each image by up to ``pad`` pixels in each direction (a crop of the zero-padded image) and mirror half.
 
     Example:
         >>> data = InMemory(images, labels, augment=FlipCrop(pad=4))
 
     Attributes:
-        pad: Width of the border of zeros that the crop is taken from; 0 leaves images in place.
-        flip: Mirror each image left to right with probability ½. Wrong for digits and text.
+        pad: Largest shift, in pixels; the width of the border of zeros. 0 does not shift.
+        flip: Whether to mirror each image left to right with probability ½. Do not use it for digits or text.
     """
 
     pad: int = 4
@@ -27,7 +27,7 @@ class FlipCrop:
             raise ValueError(f"pad must not be negative, not {self.pad}.")
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """The changed images; every image draws its own shift and flip from ``generator``."""
+        """The augmented images. Each image has its own random shift and flip, drawn from ``generator``."""
         if images.ndim != 4:
             raise ValueError(
                 f"flips and crops need images of shape (batch, channels, height, width), not {tuple(images.shape)}."
@@ -38,7 +38,7 @@ class FlipCrop:
         rows = torch.arange(height) + shift[0]
         along = torch.arange(width)
         columns = torch.where(mirrored, along.flip(0), along) + shift[1]
-        # One gather over the flattened padded images: the same pixels for all channels of an image.
+        # One gather over the flattened padded images, with the same pixels for all channels of an image.
         pixels = rows.unsqueeze(2) * (width + 2 * self.pad) + columns.unsqueeze(1)
         index = pixels.reshape(batch, 1, height * width).expand(-1, channels, -1).to(images.device)
         padded = F.pad(images, (self.pad,) * 4)

@@ -1,4 +1,4 @@
-"""The data sets by name, split, normalised by all their training data, and ready to batch."""
+"""Data sets by name, split, normalised with all their training data, and ready to batch."""
 
 import os
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from shaver.naming import check_name
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set in its parts.
+    """A data set split into training, validation and test parts.
 
     Attributes:
-        name: What it was loaded as.
-        train: The training part, with augmentation if it was asked for.
-        valid: The validation part, taken out of the official training part; ``None`` without ``valid_fraction``.
+        name: The data set's name.
+        train: The training part, with augmentation if requested.
+        valid: The validation part, taken from the official training part; ``None`` without ``valid_fraction``.
         test: The test part.
-        classes: How many classes there are.
+        classes: Number of classes.
         input_shape: The shape of one input.
     """
 
@@ -43,7 +43,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class Texts:
-    """Raw texts and their labels. Real sets are sorted by label: shuffle before training."""
+    """Raw texts and their labels. Real data sets are sorted by label: shuffle them before training."""
 
     texts: list[str]
     targets: Tensor
@@ -57,7 +57,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class TextSplits:
-    """A data set of texts in its parts; the attributes are as in :class:`Splits`."""
+    """A split data set of texts; the attributes are those of :class:`Splits`."""
 
     name: str
     train: Texts
@@ -77,7 +77,7 @@ class _Images:
 
 
 def names() -> tuple[str, ...]:
-    """The names that :func:`load` knows."""
+    """The names that :func:`load` accepts."""
     return (*_IMAGES, "imdb")
 
 
@@ -116,26 +116,26 @@ def load(
         >>> digits = load("digits", valid_fraction=0.1)
         >>> for x, y in digits.train.batches(128, shuffle=True, seed=0): ...
 
-    ``"cancer"`` and ``"digits"`` come with scikit-learn. The others are looked for in ``root``; or without it in the
-    folder that the environment variable ``SHAVER_DATA`` names, then in the user's cache folder; and if they are in
-    neither they are downloaded into ``root`` or the cache.
+    ``"cancer"`` and ``"digits"`` come with scikit-learn. For the others, ``root`` is searched. Without ``root``, the
+    folder in the environment variable ``SHAVER_DATA`` is searched, then the user's cache folder. A data set that is not
+    found is downloaded into ``root`` or the cache.
 
     Args:
         name: One of :func:`names`.
-        root: The folder that holds the data sets, and where a missing one is downloaded to.
-        seed: Decides the validation part, and for ``"cancer"`` and ``"digits"`` the 80/20 split.
-        valid_fraction: This part of the training data becomes the validation part. Inputs are standardised by the mean
-            and deviation of both together, so that they are the same whatever the fraction.
-        augment: Let training batches be shifted and, where that keeps the meaning, mirrored at random: by up to 4
-            pixels and mirrored for CIFAR and FashionMNIST, by 2 pixels for MNIST and 1 for digits.
+        root: The folder with the data sets. A missing data set is downloaded into it.
+        seed: Seed of the validation split, and of the 80/20 split of ``"cancer"`` and ``"digits"``.
+        valid_fraction: Share of the training data for validation. Inputs are standardised with the mean and standard
+            deviation of both parts together, so they do not depend on this share.
+        augment: Whether to shift training images randomly, and to mirror them where the meaning stays the same: up to
+            4 pixels and mirrored for CIFAR and FashionMNIST, up to 2 pixels for MNIST and 1 for digits.
         download: Whether a missing data set may be downloaded.
 
     Returns:
         :class:`Splits`; for ``"imdb"``, which is text, :class:`TextSplits`.
 
     Raises:
-        ValueError: Unknown name, impossible fraction, or a damaged file.
-        FileNotFoundError: The data set is nowhere and could not be downloaded.
+        ValueError: The name is unknown, the fraction is impossible, or a file is damaged.
+        FileNotFoundError: The data set was not found and could not be downloaded.
         ImportError: A package of the extra ``data`` is missing.
     """
     check_name("data set", name, names())
@@ -172,7 +172,7 @@ def load(
             input_shape=kind.shape,
         )
     except ValueError as error:
-        raise ValueError(f"the files of {name!r} are damaged or of another data set: {error}") from error
+        raise ValueError(f"the files of {name!r} are damaged or belong to another data set: {error}") from error
 
 
 def _load_texts(
@@ -190,7 +190,7 @@ def _load_texts(
 
 
 def _hold_out(size: int, fraction: float, seed: int) -> tuple[Tensor | None, Tensor | None]:
-    """The indices to keep and to hold out, each in the stored order; both ``None`` for a fraction of 0."""
+    """The indices of the training and of the validation part, in stored order; both ``None`` for a fraction of 0."""
     if fraction == 0:
         return None, None
     count = round(size * fraction)
@@ -201,9 +201,10 @@ def _hold_out(size: int, fraction: float, seed: int) -> tuple[Tensor | None, Ten
 
 
 def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation for each channel or feature, in float64; of pixels in units of 0…1.
+    """Mean and standard deviation per channel or feature, in float64; for pixels in units of 0…1.
 
-    Pixels are counted by value, which is exact and needs no copy of the images as floats. A constant gets 1.
+    Pixels are counted by value, which is exact and needs no copy of the images as floats. The deviation of a constant
+    is set to 1.
     """
     if inputs.dtype == torch.uint8:
         counts = torch.stack([torch.bincount(c.reshape(-1), minlength=256) for c in inputs.unbind(1)]).double()
@@ -226,7 +227,7 @@ def _read_digits(root: str | os.PathLike[str] | None, download: bool, seed: int)
 
 
 def _split(inputs: NDArray[np.generic], labels: NDArray[np.generic], seed: int) -> Arrays:
-    """80 % of the samples to train on and 20 % to test on, by a permutation drawn from the seed."""
+    """80 % of the samples for training and 20 % for testing, by a permutation drawn from the seed."""
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed)).numpy()
     train, test = order[: round(0.8 * len(order))], order[round(0.8 * len(order)) :]
     return inputs[train], labels[train], inputs[test], labels[test]

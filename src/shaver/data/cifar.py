@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100: the official Python batches, and lossless WebP sheets.
 
-The official batches are pickles, which can run any code when loaded. :func:`read_batch` therefore runs none: the names
-a pickle asks for are answered with inert stand-ins that only record what the file says about its array.
+The official batches are pickles, which can run any code when loaded. :func:`read_batch` runs none of it: the functions
+and classes that a pickle names are replaced by stand-ins that only record the arguments.
 """
 
 import io
@@ -26,7 +26,7 @@ _BATCH = 2**28
 
 
 class _Recorded:
-    """What stands in for a numpy array or dtype while a batch is read: it keeps its arguments and state, no more."""
+    """Stands in for a numpy array or dtype while a batch is read. It only keeps its arguments and state."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -54,7 +54,7 @@ _STAND_INS: dict[tuple[str, str], Callable[..., object]] = {
 class _BatchReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
-            # A new function each time: a pickle can set the attributes of one, and the next file must not see that.
+            # A new function each time, because a pickle can set its attributes; the next file must not see them.
             return lambda *arguments: _encode(*arguments)
         try:
             return _STAND_INS[module, name]
@@ -66,15 +66,15 @@ class _BatchReader(pickle.Unpickler):
 
 
 def read_batch(content: bytes, source: str, labels: str) -> tuple[Bytes, Bytes]:
-    """The images ``(n, 3, 32, 32)`` and labels of one official batch, without running what the pickle asks for.
+    """The images ``(n, 3, 32, 32)`` and labels of one official batch. No code from the pickle is run.
 
     Args:
         content: The bytes of the file.
-        source: What to call it in an error.
+        source: The file's name, for error messages.
         labels: The key of the labels: ``"labels"``, or ``"fine_labels"`` for CIFAR-100.
 
     Raises:
-        ValueError: It is damaged, asks for anything but a byte array, or is no CIFAR batch.
+        ValueError: The file is damaged, holds anything but a byte array, or is not a CIFAR batch.
     """
     try:
         batch = _BatchReader(io.BytesIO(content), encoding="bytes").load()
@@ -89,13 +89,13 @@ def read_batch(content: bytes, source: str, labels: str) -> tuple[Bytes, Bytes]:
             raise ValueError(f"it has {len(images)} images but {len(numbers)} labels")
     except KeyError as error:
         raise ValueError(f"{source} is not a CIFAR batch: it has no entry {error}.") from error
-    except Exception as error:  # a damaged pickle can fail in any way at all
+    except Exception as error:  # a damaged pickle can raise any error
         raise ValueError(f"{source} is damaged or not a CIFAR batch ({error}); delete it and get it again.") from error
     return images, np.asarray(numbers, np.uint8)
 
 
 def _array(recorded: object) -> Bytes:
-    """A recorded array of images as a real one: ``state`` is (version, shape, dtype, column-major?, bytes)."""
+    """The numpy array of a recorded one: ``state`` is (version, shape, dtype, column-major?, bytes)."""
     state = recorded.state if isinstance(recorded, _Recorded) else None
     if not isinstance(state, tuple) or len(state) != 5:
         raise ValueError("its 'data' is not a numpy array")
@@ -114,7 +114,7 @@ def read_batches(paths: Sequence[Path], labels: str) -> tuple[Bytes, Bytes, Byte
 
 
 def read_archive(path: Path, members: Sequence[str], labels: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """The same from the official ``.tar.gz``; nothing is unpacked to the disk."""
+    """The same from the official ``.tar.gz``. Nothing is unpacked to the disk."""
     contents = dict(read_members(path, members.__contains__, largest=_BATCH, total=8 * _BATCH))
     missing = [name for name in members if name not in contents]
     if missing:
@@ -123,7 +123,7 @@ def read_archive(path: Path, members: Sequence[str], labels: str) -> tuple[Bytes
 
 
 def read_sheets(paths: Sequence[Path]) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """WebP sheets of 32×32 tiles, the test sheet before last, and ``labels.npz`` last."""
+    """WebP sheets of 32×32 tiles. The last two paths are the test sheet and ``labels.npz``."""
     *sheets, numbers = paths
     images = [_read_sheet(path) for path in sheets]
     try:
@@ -136,7 +136,7 @@ def read_sheets(paths: Sequence[Path]) -> tuple[Bytes, Bytes, Bytes, Bytes]:
         if labels.dtype != np.uint8 or labels.shape != (len(tiles),):
             raise ValueError(
                 f"{numbers} has {split}_labels of type {labels.dtype} and shape {labels.shape}, but the sheets hold "
-                f"{len(tiles)} {split} images, which need as many bytes."
+                f"{len(tiles)} {split} images, which need {len(tiles)} labels of type uint8."
             )
     return train_images, train_labels, test_images, test_labels
 
@@ -150,7 +150,7 @@ def _read_sheet(path: Path) -> Bytes:
         raise ValueError(f"{path} is truncated, damaged or not a WebP image ({error}).") from error
     height, width, _ = sheet.shape
     if height % _SIDE or width % _SIDE:
-        raise ValueError(f"{path} is {width}×{height} pixels, which is no sheet of {_SIDE}×{_SIDE} tiles.")
+        raise ValueError(f"{path} has {width}×{height} pixels, which are not whole tiles of {_SIDE}×{_SIDE}.")
     tiles = sheet.reshape(height // _SIDE, _SIDE, width // _SIDE, _SIDE, _CHANNELS)
     return np.ascontiguousarray(tiles.transpose(0, 2, 4, 1, 3)).reshape(-1, _CHANNELS, _SIDE, _SIDE)
 

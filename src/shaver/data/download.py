@@ -1,8 +1,8 @@
-"""Downloads from the official mirrors: resumed where they stopped, checked, and only then given their name.
+"""Downloads from the official mirrors, resumed after an interruption and checked.
 
-A file grows as ``NAME.part`` beside its final place. A connection that breaks leaves the part, and the next attempt
-(in this call or another one) asks for the rest. :mod:`pooch` compares the whole with the known checksum and renames
-it; a file that does not match is deleted.
+A download is written to ``NAME.part`` in the target folder. If the connection breaks, the part is kept, and the next
+attempt (in this call or a later one) continues from there. :mod:`pooch` then compares the checksum and renames the
+file; a file that does not match is deleted.
 """
 
 import logging
@@ -22,7 +22,7 @@ from shaver.data.extras import require
 if TYPE_CHECKING:
     from requests import Response
 
-#: Where each data set's files are, most reliable first; a URL is the base plus the file's name.
+#: Base URLs of each data set's files, most reliable first. The file's name is appended.
 MIRRORS: dict[str, tuple[str, ...]] = {
     "mnist": (
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -37,24 +37,24 @@ MIRRORS: dict[str, tuple[str, ...]] = {
     "imdb": ("https://ai.stanford.edu/~amaas/data/sentiment/",),
 }
 
-#: Connections for one file from one mirror; another one is tried only after the last brought something.
+#: Connections per file and mirror. A further one is tried only if the last one brought some bytes.
 ATTEMPTS = 5
-#: Seconds to wait for a connection, and for the next bytes.
+#: Seconds to wait for a connection and for the next bytes.
 TIMEOUT = (10.0, 60.0)
 _CHUNK = 1 << 17
 
 
 class DownloadError(OSError):
-    """No mirror gave the file; the message says for each one why."""
+    """No mirror delivered the file; the message gives the reason per mirror."""
 
 
 def fetch(dataset: str, filename: str, md5: str, folder: Path) -> Path:
-    """Download one file of a data set into ``folder``, unless it is there already, and return its path.
+    """Download one file of a data set into ``folder``, unless it exists already, and return its path.
 
-    Several processes may ask for the same file at once: one downloads, the others wait for it.
+    Several processes may call this for the same file: one downloads it and the others wait.
 
     Raises:
-        DownloadError: Every mirror failed or gave a file with another checksum.
+        DownloadError: Every mirror failed or delivered a file with another checksum.
         OSError: The folder cannot be written.
     """
     pooch = require("pooch", "downloading data")
@@ -81,16 +81,16 @@ def fetch(dataset: str, filename: str, md5: str, folder: Path) -> Path:
                     size = part.stat().st_size if part.exists() else 0
                     kept = f" ({size} bytes are kept, and the next attempt continues there)" if size else ""
                     reasons.append(f"{base + filename}: {_reason(error)}{kept}")
-                except ValueError:  # pooch: another checksum. The part is gone, and the file was not kept.
+                except ValueError:  # pooch: wrong checksum; the part and the file are deleted
                     if resumed:
-                        continue  # perhaps the old part was to blame: once more, from the start
+                        continue  # the old part may have been wrong: try again from the start
                     reasons.append(f"{base + filename}: its MD5 is not {md5}; it was deleted")
                 break
     raise DownloadError(f"{filename} could not be downloaded:\n  " + "\n  ".join(reasons))
 
 
 class _Resumable:
-    """A pooch downloader that continues ``part`` and hands it over when it is complete."""
+    """A pooch downloader that continues ``part`` and renames it when it is complete."""
 
     def __init__(self, part: Path) -> None:
         self.part = part
@@ -114,9 +114,9 @@ class _Resumable:
         return self.part.stat().st_size if self.part.exists() else 0
 
     def _continue(self, url: str, progress: Progress, task: Any) -> None:
-        """Fetch what is missing of the part; raise when the connection ends before the file does."""
+        """Fetch the missing bytes of the part. Raises if the connection ends before the file is complete."""
         requests = require("requests", "downloading data")
-        # "identity": the bytes of a .gz file as they are, so that ranges and sizes are those of the file.
+        # "identity" keeps a .gz file compressed, so that ranges and sizes are those of the file.
         headers = {"Accept-Encoding": "identity"}
         start = self._size()
         if start:
@@ -125,7 +125,7 @@ class _Resumable:
             if start and response.status_code == requests.codes.requested_range_not_satisfiable:
                 if response.headers.get("Content-Range") == f"bytes */{start}":
                     return  # the part was complete already
-                self.part.unlink()  # it is longer than the file, so it is not of this file
+                self.part.unlink()  # it is longer than the file, so it belongs to another file
                 return self._continue(url, progress, task)
             response.raise_for_status()
             if not _continues(response, start):
@@ -148,12 +148,12 @@ def _continues(response: "Response", start: int) -> bool:
 
 def _blocks(response: "Response") -> Iterator[bytes]:
     raw: BinaryIO = response.raw
-    while block := raw.read(_CHUNK):  # not iter_content, which would unzip what some servers label as zipped
+    while block := raw.read(_CHUNK):  # iter_content would decompress files that some servers mark as compressed
         yield block
 
 
 def _progress() -> Progress:
-    """A bar on the terminal, and nothing at all elsewhere."""
+    """A progress bar, shown only on a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -178,7 +178,7 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause, which says "Connection refused" where the outer ones quote a connection pool."""
+    """The innermost cause: it says "Connection refused" where the outer errors describe a connection pool."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return str(error) or type(error).__name__

@@ -1,11 +1,11 @@
-"""Packages that only some data sets need: imported when they are, and named when they are missing."""
+"""Packages that only some data sets need. They are imported on first use."""
 
 import importlib
 from typing import Any
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import ``module``, or say what it is for and how to install it."""
+    """Import ``module``, or raise an ``ImportError`` that says what it is for and how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -9,17 +9,17 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-#: The third byte of the magic number: unsigned bytes, the only kind these data sets use.
+#: The third byte of the magic number, for unsigned bytes; these data sets use no other type.
 _UNSIGNED_BYTE = 0x08
-#: More values than this are no MNIST: a damaged header must not fill the memory.
+#: Largest number of values in a file, so that a damaged header cannot fill the memory.
 _LIMIT = 2**31
 
 
 def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes with so many dimensions.
+    """Read one IDX file of unsigned bytes with the given number of ``dimensions``.
 
     Raises:
-        ValueError: The file is truncated, damaged or of another kind; the message names it.
+        ValueError: The file is truncated, damaged or not an IDX file; the message names it.
     """
     try:
         with open(path, "rb") as plain:
@@ -43,9 +43,9 @@ def _parse(file: BinaryIO, dimensions: int) -> NDArray[np.uint8]:
     shape = tuple(int.from_bytes(header[4 * k : 4 * k + 4], "big") for k in range(dimensions))
     count = math.prod(shape)
     if count > _LIMIT:
-        raise ValueError(f"its header asks for {count} values")
-    content = bytearray(file.read(count + 1))  # one more than it should hold, to notice a surplus
+        raise ValueError(f"its header declares {count} values, more than {_LIMIT}")
+    content = bytearray(file.read(count + 1))  # one more than expected, to detect extra bytes
     if len(content) != count:
         amount = "more" if len(content) > count else f"{len(content)}"
-        raise ValueError(f"its header promises {count} values of shape {shape}, but it holds {amount}")
+        raise ValueError(f"its header declares {count} values of shape {shape}, but it holds {amount}")
     return np.frombuffer(content, np.uint8).reshape(shape)

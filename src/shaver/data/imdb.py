@@ -1,6 +1,7 @@
 """IMDB movie reviews: the official ``aclImdb`` folder or archive, and parquet files.
 
-All three give the reviews in one order: negative ones first, each half by the number in the official file name.
+All three give the reviews in the same order: negative reviews first, each half sorted by the number in the official
+file name.
 """
 
 import re
@@ -26,13 +27,13 @@ def read_folder(paths: Sequence[Path]) -> tuple[Reviews, Reviews]:
 
 
 def read_archive(path: Path) -> tuple[Reviews, Reviews]:
-    """The official ``aclImdb_v1.tar.gz``; nothing is unpacked to the disk."""
+    """The official ``aclImdb_v1.tar.gz``. Nothing is unpacked to the disk."""
     found = read_members(path, lambda name: _REVIEW.fullmatch(name) is not None, largest=_LONGEST, total=_TOTAL)
     return _collect(found, str(path))
 
 
 def read_parquet(paths: Sequence[Path]) -> tuple[Reviews, Reviews]:
-    """``train.parquet`` and ``test.parquet`` with the columns text, label and, for the order, review_id."""
+    """``train.parquet`` and ``test.parquet`` with columns text and label, and optionally review_id for the order."""
     train, test = (_read_table(path) for path in paths)
     return train, test
 
@@ -59,7 +60,7 @@ def _collect(files: Iterable[tuple[str, bytes]], source: str) -> tuple[Reviews, 
     rows: dict[str, list[tuple[int, int, str]]] = {"train": [], "test": []}
     for name, content in files:
         match = _REVIEW.fullmatch(name)
-        assert match is not None  # both callers pass matching names alone
+        assert match is not None  # both callers pass only matching names
         split, sentiment, number = match.groups()
         try:
             text = content.decode("utf-8")

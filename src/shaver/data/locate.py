@@ -1,4 +1,4 @@
-"""Where data files are: an explicit folder, the folder in ``SHAVER_DATA``, the user's cache, or a mirror."""
+"""Finding data files: in an explicit folder, the folder in ``SHAVER_DATA``, the user's cache, or on a mirror."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True)
 class Layout(Generic[Content]):
-    """One way in which a data set lies on the disk.
+    """One way in which a data set is stored on the disk.
 
     Attributes:
         folder: Its folder, relative to the data folder.
-        files: Names in it that must all exist; ``x.gz`` may also be ``x``.
-        read: From the paths of ``files`` to what they hold; refuses damaged files with a ``ValueError``.
+        files: File names that must all exist in it; ``x.gz`` may also be ``x``.
+        read: A function from the paths of ``files`` to their content; raises ``ValueError`` for damaged files.
     """
 
     folder: str
@@ -30,7 +30,7 @@ class Layout(Generic[Content]):
     read: Callable[[Sequence[Path]], Content]
 
     def find(self, root: Path) -> list[Path] | None:
-        """The paths of all files, or ``None`` when one is missing."""
+        """The paths of all files, or ``None`` if one is missing."""
         paths = []
         for name in self.files:
             choices = [root / self.folder / name, root / self.folder / name.removesuffix(".gz")]
@@ -43,12 +43,12 @@ class Layout(Generic[Content]):
 
 @dataclass(frozen=True)
 class Source(Generic[Content]):
-    """A data set's layouts, best first, and the files that a download brings for the first layout that has them.
+    """The layouts of a data set, best first, and the files to download.
 
     Attributes:
         name: The data set's name, also in :data:`shaver.data.download.MIRRORS`.
         layouts: Tried in this order in each folder.
-        folder: Where downloaded files go, relative to the data folder.
+        folder: The folder for downloaded files, relative to the data folder.
         remote: File names and their official MD5.
     """
 
@@ -58,11 +58,11 @@ class Source(Generic[Content]):
     remote: tuple[tuple[str, str], ...]
 
     def read(self, root: str | os.PathLike[str] | None, download: bool) -> Content:
-        """Read the data set from the first folder that has it, after a download if none has.
+        """Read the data set from the first folder that has it; download it if none has.
 
         Raises:
-            FileNotFoundError: It is nowhere; the message lists files, folders and what to do.
-            ValueError: Files are there but damaged.
+            FileNotFoundError: It was not found; the message lists files, folders and what to do.
+            ValueError: Its files are damaged.
         """
         folders = search_path(root)
         found = self._read_from(folders)
@@ -97,17 +97,17 @@ class Source(Generic[Content]):
         wanted = [
             f"  {layout.folder + '/' if layout.folder else ''}{{{', '.join(layout.files)}}}" for layout in self.layouts
         ]
-        looked = [
+        searched = [
             f"  {folder.absolute()} ({why}{'' if folder.is_dir() else '; no such folder'})" for folder, why in folders
         ]
         names = ", ".join(name for name, _ in self.remote)
         return "\n".join(
             [
-                f"the data set {self.name!r} was not found. Looked for any one of",
+                f"the data set {self.name!r} was not found. Searched for one of",
                 *wanted,
                 "in",
-                *(looked or ["  no folder: SHAVER_DATA is not set, and without pooch there is no cache folder"]),
-                f"{failure}" if failure is not None else "and did not download it, as download=False.",
+                *(searched or ["  no folder: SHAVER_DATA is not set, and without pooch there is no cache folder"]),
+                f"{failure}" if failure is not None else "It was not downloaded, because download=False.",
                 f"What to do: put {names} (from {downloads.MIRRORS[self.name][0]}) into the subfolder {self.folder} of "
                 f"one of these folders; or set {VARIABLE} or pass root= to a folder that has them; or load it once "
                 "with a network connection.",
@@ -116,7 +116,7 @@ class Source(Generic[Content]):
 
 
 def search_path(root: str | os.PathLike[str] | None = None) -> list[tuple[Path, str]]:
-    """The folders to look in, each with the reason why: only ``root`` if given, else SHAVER_DATA and the cache."""
+    """The folders to search, each with the reason: only ``root`` if given, else SHAVER_DATA and the cache."""
     if root is not None:
         return [(Path(root).expanduser(), "given as root")]
     variable, cache = os.environ.get(VARIABLE), _cache()

@@ -1,8 +1,8 @@
-"""Data sets that live in memory as one tensor, and their batches: slices by a seeded permutation.
+"""Data sets in memory as one tensor, and their batches: slices by a seeded permutation.
 
-Images stay uint8, a quarter of their size as floats, and become normalised floats a batch at a time: for MNIST at
-batch 128 that costs a few milliseconds an epoch more than keeping floats. Nothing here draws from the global random
-number generator; the batches of an epoch are a function of ``(seed, epoch)``.
+Images stay uint8, a quarter of their size as floats, and are normalised to floats batch by batch. For MNIST at batch
+size 128 that costs a few milliseconds more per epoch than storing floats. Nothing here uses the global random number
+generator; the batches of an epoch depend only on ``(seed, epoch)``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: A change of raw inputs ``(batch, …)`` that draws only from the generator it is given.
+#: A function that changes raw inputs ``(batch, …)`` and draws random numbers only from the given generator.
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 
-#: Targets with this value are labels that count for nothing, as in ``F.cross_entropy``.
+#: Targets with this value are ignored, as in ``F.cross_entropy``.
 IGNORED = -100
 
 
@@ -23,22 +23,21 @@ class InMemory:
 
     Example:
         >>> data = InMemory(torch.randint(0, 256, (500, 1, 28, 28), dtype=torch.uint8), torch.randint(0, 10, (500,)))
-        >>> x, y = data[:32]                      # also an index tensor, a list, or one number for one sample
+        >>> x, y = data[:32]                      # also an index tensor, a list, or one integer for one sample
         >>> for x, y in data.batches(128, shuffle=True, seed=0): ...
 
-    It is also an ordinary torch data set, so ``DataLoader(data, batch_size=128)`` works; that reads sample by sample,
-    which is slow, and without augmentation, which belongs to :meth:`batches`.
+    It is also a normal torch data set, so ``DataLoader(data, batch_size=128)`` works. That is slow, because it reads
+    sample by sample, and it does not augment; :meth:`batches` does.
 
     Args:
-        inputs: ``(samples, …)``. uint8 is read as images or features in 0…255 and becomes a float in 0…1 (the
-            default dtype when the data set is made); floats keep their dtype; other integers (token numbers) are
-            handed on as they are.
-        targets: Class labels (integers) or real values, one row a sample.
-        mean: Subtracted from the inputs, one number or one for each entry of dimension 1 (channel or feature). For
-            uint8 inputs it is in units of 0…1.
-        std: Divides what remains; same shape and units.
+        inputs: ``(samples, …)``. uint8 values are images or features in 0…255 and become floats in 0…1, of the default
+            dtype at construction. Floats keep their dtype. Other integers (token numbers) do not change.
+        targets: Class labels (integers) or real values, one row per sample.
+        mean: Subtracted from the inputs: one number, or one per entry of dimension 1 (channel or feature). For uint8
+            inputs it is in units of 0…1.
+        std: Divides the inputs afterwards; same shape and units as ``mean``.
         augment: Applied to the raw inputs of a batch before they are normalised, for example :class:`FlipCrop`.
-        classes: How many classes there are; labels outside are refused.
+        classes: Number of classes; other labels are refused.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class InMemory:
         return len(self.inputs)
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised inputs and the targets at ``index``; one number gives one sample without a batch dimension."""
+        """The normalised inputs and the targets at ``index``; an integer gives one sample without batch dimension."""
         raw, targets = self._take(index)
         return self._normalise(raw), targets
 
@@ -98,20 +97,20 @@ class InMemory:
         drop_last: bool = False,
         augment: bool = True,
     ) -> "Batches":
-        """Batches to iterate over, once for each epoch.
+        """Batches to iterate over, once per epoch.
 
         Args:
-            batch_size: Samples in a batch.
-            shuffle: Visit the samples in an order drawn from ``(seed, epoch)``, else as they are stored.
-            seed: Decides the order and the augmentation.
+            batch_size: Samples per batch.
+            shuffle: Whether to shuffle the samples in each epoch. Default: stored order.
+            seed: Seed of the order and the augmentation.
             epoch: The first epoch; see :class:`Batches`.
-            drop_last: Leave out a last batch that is smaller than the others.
-            augment: Apply the data set's augmentation, if it has one.
+            drop_last: Whether to leave out a smaller last batch.
+            augment: Whether to apply the data set's augmentation, if it has one.
         """
         return Batches(self, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, drop_last=drop_last, augment=augment)
 
     def _take(self, index: int | slice | Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the raw inputs and the targets, so that a user's in-place change leaves the data set alone."""
+        """Copies of the raw inputs and the targets, so that changing them in place does not change the data set."""
         if isinstance(index, slice | int):
             return self.inputs[index].clone(), self.targets[index].clone()
         where = torch.as_tensor(index, device=self.inputs.device)
@@ -134,15 +133,15 @@ class InMemory:
 
 
 class Batches:
-    """The batches of an :class:`InMemory` data set; ``for x, y in batches`` as often as there are epochs.
+    """The batches of an :class:`InMemory` data set. Each loop ``for x, y in batches`` is one epoch.
 
-    The order and the augmentation of an epoch follow from ``(seed, epoch)`` alone. Every ``iter`` moves on to the next
-    epoch; :meth:`set_epoch` goes to any other, so that a resumed run sees what the interrupted one would have seen.
+    The order and the augmentation of an epoch depend only on ``(seed, epoch)``. Each ``iter`` moves on to the next
+    epoch. :meth:`set_epoch` selects any epoch, so that a resumed run sees the same batches as an uninterrupted one.
 
     Attributes:
-        dataset: The data set, so that ``len(batches.dataset)`` reads as for a ``DataLoader``.
-        batch_size: Samples in a batch.
-        epoch: The epoch that the next ``iter`` gives.
+        dataset: The data set, so that ``len(batches.dataset)`` works as for a ``DataLoader``.
+        batch_size: Samples per batch.
+        epoch: The epoch of the next ``iter``.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Batches:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}.")
         if drop_last and batch_size > len(dataset):
             raise ValueError(
-                f"drop_last with batch_size {batch_size} leaves no batch at all: there are {len(dataset)} samples."
+                f"drop_last with batch_size {batch_size} leaves no batch: there are only {len(dataset)} samples."
             )
         if seed < 0:
             raise ValueError(f"seed must not be negative, not {seed}.")
@@ -170,14 +169,14 @@ class Batches:
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next ``iter`` gives."""
+        """Set the epoch of the next ``iter``."""
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, not {epoch}.")
         self.epoch = epoch
 
     @property
     def data_size(self) -> int:
-        """N, the number of samples in the data set (also with ``drop_last``: each epoch leaves out other ones)."""
+        """N, the number of samples in the data set, also with ``drop_last``: each epoch leaves out different ones."""
         return len(self.dataset)
 
     def __len__(self) -> int:
@@ -193,7 +192,7 @@ class Batches:
         order = None
         if self.shuffle:
             order = torch.randperm(len(data), generator=_generator(self.seed, epoch, 0)).to(data.inputs.device)
-        generator = _generator(self.seed, epoch, 1)  # apart from the order, which no augmentation may change
+        generator = _generator(self.seed, epoch, 1)  # separate, so that augmentation does not change the order
         for start in range(0, len(self) * size, size):
             part = slice(start, start + size)
             raw, targets = data._take(part if order is None else order[part])
@@ -207,7 +206,7 @@ class Batches:
 
 
 def _generator(*key: int) -> torch.Generator:
-    """A generator whose stream is independent for every key, also for neighbouring seeds and epochs."""
+    """A generator with an independent stream per key, also for neighbouring seeds and epochs."""
     (state,) = np.random.SeedSequence(key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state))
 
@@ -218,7 +217,7 @@ def _constants(kind: str, value: Tensor | Sequence[float] | float, inputs: Tenso
     if tensor.numel() not in (1, inputs.shape[1]):
         raise ValueError(
             f"{kind} has {tensor.numel()} numbers, but inputs of shape {tuple(inputs.shape[1:])} need one, or "
-            f"{inputs.shape[1]} (one for each entry of their first dimension)."
+            f"{inputs.shape[1]} (one per entry of their first dimension)."
         )
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{kind} must be finite, not {tensor.tolist()}.")
@@ -256,7 +255,7 @@ def _check_targets(targets: Tensor, classes: int | None) -> None:
 def _check_finite(kind: str, values: Tensor) -> None:
     if not values.is_floating_point():
         return
-    low, high = torch.aminmax(values)  # carries a NaN or an infinity along, without a copy of the data
+    low, high = torch.aminmax(values)  # NaN or infinity if there is any, without a copy of the data
     if not bool((high - low).isfinite()) and not bool(values.isfinite().all()):
         wrong = (~values.isfinite()).reshape(len(values), -1).any(1).nonzero().flatten()
         raise ValueError(

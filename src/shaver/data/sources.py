@@ -33,7 +33,7 @@ def _cifar_source(
     sheets = (*(f"{batch}.webp" for batch in batches), "labels.npz")
     plain: Callable[[Sequence[Path]], Arrays] = partial(cifar.read_batches, labels=labels)
     layouts: list[Layout[Arrays]] = []
-    for folder in (name, ""):  # an archive unpacked into the data folder itself is unmistakable too
+    for folder in (name, ""):  # also accept an archive unpacked into the data folder itself
         layouts.append(Layout(folder, members, plain))
         layouts.append(Layout(folder, (archive,), lambda paths: cifar.read_archive(paths[0], members, labels)))
     layouts.insert(1, Layout(name, sheets, cifar.read_sheets))

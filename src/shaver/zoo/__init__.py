@@ -1,4 +1,4 @@
-"""The paper's networks and two small ones, each rebuilt from a plain dict of its arguments.
+"""The paper's networks and two small ones. Each can be rebuilt from a plain dict of its arguments.
 
 Example:
     >>> import shaver.zoo

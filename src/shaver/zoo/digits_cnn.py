@@ -11,7 +11,7 @@ class DigitsCNN(Network):
 
     Args:
         channels: Colour channels of the 8×8 input.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(self, channels: int = 1, classes: int = 10) -> None:

@@ -16,9 +16,9 @@ class FCN(Network):
         >>> mnist = FCN()  # 784-256-10, 203,530 parameters
 
     Args:
-        inputs: Numbers in one sample.
+        inputs: Numbers per sample.
         hidden: Width of each hidden layer; empty for logistic regression.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(self, inputs: int = 784, hidden: Sequence[int] = (256,), classes: int = 10) -> None:

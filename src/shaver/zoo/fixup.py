@@ -1,8 +1,8 @@
 """Residual blocks that train without normalisation (Zhang, Dauphin and Ma, 2019, "Fixup Initialization").
 
-With L residual branches of m = 2 convolutions each: the last convolution of a branch and the classifier start at zero,
-the first convolution of a branch is He-initialised and multiplied by L^(−1/(2m−2)) = L^(−1/2), a scalar bias stands
-before every convolution, activation and linear layer, and a scalar multiplier ends every branch.
+A network has L residual branches of m = 2 convolutions each. The last convolution of a branch and the classifier start
+at zero. The first convolution of a branch is He-initialised and multiplied by L^(−1/(2m−2)) = L^(−1/2). There is a
+scalar bias before every convolution, activation and linear layer, and a scalar multiplier at the end of every branch.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Bias(nn.Module):
-    """Adds one learned number, zero at first; the parameter has shape ``(1,)``."""
+    """Adds one learned number, initially zero; the parameter has shape ``(1,)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Bias(nn.Module):
 
 
 class Scale(nn.Module):
-    """Multiplies by one learned number, one at first; the parameter has shape ``(1,)``."""
+    """Multiplies by one learned number, initially one; the parameter has shape ``(1,)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class FixupBlock(nn.Module):
     Args:
         inputs: Channels of the input.
         outputs: Channels of the output.
-        stride: Of the first convolution and the shortcut.
-        projection: Where the shape changes, the shortcut is a 1×1 convolution without bias; otherwise it takes every
-            ``stride``-th pixel and appends channels of zeros, and has no parameters.
+        stride: Stride of the first convolution and the shortcut.
+        projection: If True, the shortcut is a 1×1 convolution without bias where the shape changes. If False, it takes
+            every ``stride``-th pixel and appends channels of zeros, without parameters.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, projection: bool) -> None:
@@ -62,11 +62,11 @@ class FixupBlock(nn.Module):
             self.projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
 
     def shortcut(self, x: Tensor, biased: Tensor) -> Tensor:
-        """``x`` in the shape of the branch's output; a projection reads the biased input, as a convolution does."""
+        """``x`` in the shape of the branch's output. A projection reads the biased input, as a convolution does."""
         if self.projection is not None:
             projected: Tensor = self.projection(biased)
             return projected
-        # The number of appended channels follows the convolution, so that it stays right when channels are removed.
+        # The number of appended channels is read from the convolution, so that it is right after removing channels.
         extra = self.conv2.out_channels - x.shape[1]
         x = F.avg_pool2d(x, 1, self.stride) if self.stride != 1 else x
         return F.pad(x, (0, 0, 0, 0, 0, extra)) if extra else x

@@ -7,15 +7,15 @@ from shaver.zoo.network import Network, check_images, check_positive
 
 
 class LeNet(Network):
-    """Three convolutions, 6-16-120, and two linear layers, 84 and the classes.
+    """Three convolutions with 6, 16 and 120 channels, and two linear layers with 84 units and one per class.
 
-    The kernels are 5-3-5 for 28 pixels and 5-5-5 for 32, so that the third convolution always ends in one pixel:
-    60,170 parameters for one channel of 28 pixels, 62,006 for three channels of 32.
+    The kernel sizes are 5-3-5 for 28 pixels and 5-5-5 for 32, so that the third convolution has one output pixel.
+    There are 60,170 parameters for one channel of 28 pixels and 62,006 for three channels of 32.
 
     Args:
-        image_size: Pixels on a side, 28 or 32.
+        image_size: Side of the image, 28 or 32 pixels.
         channels: Colour channels of the input.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(self, image_size: int = 28, channels: int = 1, classes: int = 10) -> None:

@@ -7,11 +7,11 @@ from shaver.zoo.network import Network, check_divides, check_images, check_posit
 
 
 class MLP(nn.Module):
-    """Linear, GELU, linear over the last dimension, back to the width it came in with.
+    """Linear, GELU, linear over the last dimension.
 
     Args:
-        width: Of the input and the output.
-        hidden: Between them.
+        width: Width of the input and the output.
+        hidden: Width between the two linear layers.
     """
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -29,8 +29,8 @@ class MixerBlock(nn.Module):
     """x + MLP over the tokens of LayerNorm(x), then the same over the channels.
 
     Args:
-        tokens: Patches in an image.
-        dim: Channels of a token.
+        tokens: Patches per image.
+        dim: Channels per token.
         token_dim: Hidden width of the token-mixing MLP.
         channel_dim: Hidden width of the channel-mixing MLP.
     """
@@ -50,17 +50,17 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(Network):
-    """Patches become tokens; blocks mix them over positions and over channels; the mean of the tokens is classified.
+    """Patches become tokens, blocks mix them over positions and over channels, and their mean is classified.
 
     Args:
-        image_size: Pixels on a side.
+        image_size: Side of the image, in pixels.
         channels: Colour channels of the input.
-        patch_size: Pixels on a patch's side; divides ``image_size``.
-        dim: Channels of a token.
-        depth: Blocks.
+        patch_size: Side of a patch, in pixels; divides ``image_size``.
+        dim: Channels per token.
+        depth: Number of blocks.
         token_dim: Hidden width of the token-mixing MLPs.
         channel_dim: Hidden width of the channel-mixing MLPs.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Networks by name: build one, and build the same one again from its plain arguments."""
+"""Networks by name: build one, or rebuild it from its plain arguments."""
 
 import inspect
 from collections.abc import Mapping
@@ -35,27 +35,27 @@ _NETWORKS: dict[str, type[Network]] = {
 
 
 def names() -> list[str]:
-    """The networks that :func:`build` knows."""
+    """The names that :func:`build` accepts."""
     return list(_NETWORKS)
 
 
 def build(name: str, *, seed: int | None = None, **arguments: Any) -> nn.Module:
-    """A network by name, with the options of its class.
+    """Build a network by name, with the options of its class.
 
     Example:
         >>> model = build("lenet", seed=0, image_size=32, channels=3)
         >>> arguments_of(model)
         {'name': 'lenet', 'image_size': 32, 'channels': 3, 'classes': 10}
-        >>> twin = build(**arguments_of(model), seed=0)  # the same architecture and, by the seed, the same weights
+        >>> twin = build(**arguments_of(model), seed=0)  # the same architecture and, with this seed, the same weights
 
     Args:
         name: One of :func:`names`.
-        seed: Makes the initial weights a function of this number and leaves the global random state as it was.
-            Without it the weights are drawn from the global random state, as for any module.
+        seed: Seed of the initial weights; the global random state does not change. Default None: weights are drawn
+            from the global random state, as for any module.
         arguments: Options of the network's constructor.
 
     Raises:
-        ValueError: An unknown name or option (with the nearest match), or an option with an impossible value.
+        ValueError: A name or option is unknown, or an option has an impossible value.
     """
     network = _NETWORKS[check_name("network", name, _NETWORKS)]
     options = [option for option in inspect.signature(network.__init__).parameters if option != "self"]
@@ -70,13 +70,13 @@ def build(name: str, *, seed: int | None = None, **arguments: Any) -> nn.Module:
 
 
 def rebuild(arguments: Mapping[str, Any]) -> nn.Module:
-    """A network from the plain dict that :func:`arguments_of` gave, such as one read from a file.
+    """Build a network from the plain dict that :func:`arguments_of` returned, such as one read from a file.
 
     Raises:
         ValueError: The dict does not describe a network of the zoo or a saved language model.
     """
     if not isinstance(arguments, Mapping) or not isinstance(arguments.get("name"), str):
-        raise ValueError(f"{arguments!r} does not say which network to build.")
+        raise ValueError(f"{arguments!r} does not name a network to build.")
     options = {str(name): value for name, value in arguments.items()}
     try:
         return (
@@ -85,11 +85,11 @@ def rebuild(arguments: Mapping[str, Any]) -> nn.Module:
             else build(**options)
         )
     except TypeError as error:
-        raise ValueError(f"a {options['name']!r} cannot be built with these options: {error}.") from error
+        raise ValueError(f"{options['name']!r} cannot be built with these options: {error}.") from error
 
 
 def arguments_of(model: nn.Module) -> dict[str, Any]:
-    """The plain dict from which ``build(**arguments)`` makes the same architecture.
+    """The plain dict from which ``build(**arguments)`` builds the same architecture.
 
     Raises:
         TypeError: The model is not from the zoo.

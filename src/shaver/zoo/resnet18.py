@@ -12,7 +12,7 @@ class ResidualBlock(nn.Module):
     Args:
         inputs: Channels of the input.
         outputs: Channels of the output.
-        stride: Of the first convolution and the shortcut.
+        stride: Stride of the first convolution and the shortcut.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -37,9 +37,9 @@ class ResNet18(Network):
     """A 3×3 stem without pooling and four stages of two blocks: 11,173,962 parameters for ten classes.
 
     Args:
-        planes: Width of the first stage; the others have 2, 4 and 8 times as many.
+        planes: Channels of the first stage; the others have 2, 4 and 8 times as many.
         channels: Colour channels of the input.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(self, planes: int = 64, channels: int = 3, classes: int = 10) -> None:
@@ -66,7 +66,7 @@ class ResNet18(Network):
 
 
 def initialise_convolutions(network: nn.Module) -> None:
-    """He initialisation by fan-out, as in the residual networks' papers."""
+    """He initialisation by fan-out, as in the papers on residual networks."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -10,12 +10,12 @@ from shaver.zoo.network import Network, check_images, check_positive
 class ResNet18Fixup(Network):
     """A 3×3 stem and four stages of two Fixup blocks with zero-padding shortcuts.
 
-    With 64 planes and ten classes: 10,992,372 parameters, 42 of which are scalars (five a block and two outside).
+    With 64 planes and ten classes: 10,992,372 parameters, 42 of which are scalars (five per block and two more).
 
     Args:
-        planes: Width of the first stage; the others have 2, 4 and 8 times as many.
+        planes: Channels of the first stage; the others have 2, 4 and 8 times as many.
         channels: Colour channels of the input.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(self, planes: int = 64, channels: int = 3, classes: int = 10) -> None:

@@ -12,10 +12,10 @@ class Attention(nn.Module):
     """Multi-head self-attention with one linear layer for queries, keys and values and one for the output.
 
     The rows of ``qkv`` are all queries, then all keys, then all values; within each, one head after another. The
-    number of heads is read off the layer's width, so heads can be removed by removing their rows.
+    number of heads follows from the layer's width, so heads can be removed by removing their rows.
 
     Args:
-        dim: Channels of a token.
+        dim: Channels per token.
         heads: Number of heads; divides ``dim``.
     """
 
@@ -43,8 +43,8 @@ class TransformerBlock(nn.Module):
     """x + attention of LayerNorm(x), then x + MLP of LayerNorm(x).
 
     Args:
-        dim: Channels of a token.
-        heads: Attention heads.
+        dim: Channels per token.
+        heads: Number of attention heads.
         mlp_dim: Hidden width of the MLP.
     """
 
@@ -63,17 +63,17 @@ class TransformerBlock(nn.Module):
 
 
 class ViT(Network):
-    """Patches and a class token with learned positions through pre-norm transformer blocks: 275,210 parameters.
+    """A class token and patches with learned positions, and pre-norm transformer blocks: 275,210 parameters.
 
     Args:
-        image_size: Pixels on a side.
+        image_size: Side of the image, in pixels.
         channels: Colour channels of the input.
-        patch_size: Pixels on a patch's side; divides ``image_size``.
-        dim: Channels of a token.
-        depth: Blocks.
-        heads: Attention heads of a block; divides ``dim``.
+        patch_size: Side of a patch, in pixels; divides ``image_size``.
+        dim: Channels per token.
+        depth: Number of blocks.
+        heads: Attention heads per block; divides ``dim``.
         mlp_dim: Hidden width of a block's MLP.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ class WideBlock(nn.Module):
     Args:
         inputs: Channels of the input.
         outputs: Channels of the output.
-        stride: Of the first convolution and the shortcut.
+        stride: Stride of the first convolution and the shortcut.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -39,10 +39,10 @@ class WRN16(Network):
     """A 3×3 stem of 16 channels and three wide stages: WRN-16-4 has 2,748,890 parameters for ten classes.
 
     Args:
-        depth: Layers, 6n + 4 with n blocks a stage.
-        widen: The stages have 16, 32 and 64 times as many channels.
+        depth: Number of layers, 6n + 4 with n blocks per stage.
+        widen: Widening factor w: the stages have 16w, 32w and 64w channels.
         channels: Colour channels of the input.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(self, depth: int = 16, widen: int = 4, channels: int = 3, classes: int = 10) -> None:
@@ -71,7 +71,7 @@ class WRN16(Network):
 
 
 def blocks_per_stage(depth: int) -> int:
-    """n for a wide residual network of 6n + 4 layers."""
+    """The number n of blocks per stage of a wide residual network with 6n + 4 layers."""
     count, rest = divmod(depth - 4, 6)
     if rest or count < 1:
         raise ValueError(f"a wide residual network has 6n + 4 layers (10, 16, 22, 28, …), not depth={depth}.")

@@ -14,10 +14,10 @@ class WRN16Fixup(Network):
     WRN-16-4 has 2,745,306 parameters for 10 classes and 2,768,436 for 100.
 
     Args:
-        depth: Layers, 6n + 4 with n blocks a stage.
-        widen: The stages have 16, 32 and 64 times as many channels.
+        depth: Number of layers, 6n + 4 with n blocks per stage.
+        widen: Widening factor w: the stages have 16w, 32w and 64w channels.
         channels: Colour channels of the input.
-        classes: Outputs.
+        classes: Number of outputs.
     """
 
     def __init__(self, depth: int = 16, widen: int = 4, channels: int = 3, classes: int = 10) -> None:
