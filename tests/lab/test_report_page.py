@@ -63,10 +63,51 @@ def test_it_loads_and_every_plot_is_drawn(open_page):
     assert page.locator(".card").count() == 1
 
 
+def test_the_first_picture_compares_map_and_spam_by_one_criterion(open_page):
+    page = open_page()
+    assert page.locator("#curves-plot .curve").count() == 2
+    assert page.locator("#curves-key").inner_text().split("\n") == ["MAP (weight decay)", "SpaM (learned prior)"]
+    styles = page.locator("#curves-plot .curve").evaluate_all("curves => curves.map(c => c.style.stroke)")
+    assert len(set(styles)) == 2, "told apart by colour"
+    bands = page.locator("#curves-plot .band").evaluate_all("bands => bands.map(b => +getComputedStyle(b).opacity)")
+    assert len(bands) == 2
+    assert min(bands) >= 0.2
+
+
+def test_the_cost_plot_leaves_out_networks_that_are_no_use(open_page):
+    page = open_page()
+    page.locator("#pareto-criterion").get_by_label("random").check()
+    ticks = page.locator("#pareto-plot > svg text[text-anchor=end]").all_text_contents()
+    values = [float(text) for text in ticks if text.replace(".", "").isdigit()]
+    assert min(values) >= 70, "the best is above 90, and random pruning ends near 40"
+
+
+def test_the_contents_are_inside_the_window(open_page):
+    page = open_page(width=1400)
+    boxes = [link.bounding_box() for link in page.locator("nav a").all()]
+    assert len(boxes) >= 6
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= 1400 for box in boxes)
+    for link in page.locator("nav a").all():
+        assert page.locator(link.get_attribute("href")).count() == 1
+
+
+def test_a_phone_says_that_tables_scroll(open_page):
+    wide, phone = open_page(width=1400), open_page(width=390)
+    for name in ("size", "tables"):
+        assert phone.locator(f"#{name} .swipe").first.is_visible()
+    assert not wide.locator("#size .swipe").first.is_visible()
+
+
+def test_size_and_speed_has_a_speed(open_page):
+    page = open_page()
+    heads = page.locator("#size table.sheet").first.locator("thead th").all_inner_texts()
+    assert heads[-1] == "speed"
+
+
 def test_controls_change_the_picture(open_page):
     page = open_page()
     before = picture(page)
-    page.get_by_role("radio", name="NLL").check()
+    page.get_by_role("radio", name="negative log likelihood").check()
     nll = picture(page)
     assert nll != before
     curves = page.locator("#curves-plot .curve")
@@ -83,8 +124,6 @@ def test_controls_change_the_picture(open_page):
 
 def test_colour_follows_what_is_compared(open_page):
     page = open_page()
-    for name in ("magnitude", "GraSP"):
-        page.locator("#curves-criterion").get_by_label(name).uncheck()
     page.locator("#curves-prior").get_by_label("layer-wise").check()
     assert page.locator("#curves-key").inner_text().split("\n")[-2:] == ["layer-wise", "parameter-wise"]
 
@@ -100,9 +139,9 @@ def test_hover_shows_the_values_of_the_table(open_page):
     assert tip.is_visible()
     assert "99 % sparsity" in tip.inner_text()
     shown = dict(line.split("\t") for line in tip.inner_text().split("\n") if "\t" in line)
-    sheet = page.locator("table.sheet").first
+    sheet = page.locator("#tables table.sheet").first
     row = sheet.locator("tbody tr").first.locator("td").last.inner_text().split()  # OPD, MAP, 99 %
-    assert shown["MAP, OPD"] == f"{row[0]} ± {row[1].removeprefix('±')}"
+    assert shown["MAP (weight decay), OPD"] == f"{row[0]} ± {row[1].removeprefix('±')}"
     page.mouse.move(5, 5)
     assert tip.is_hidden()
 
@@ -120,7 +159,7 @@ def test_keys_read_the_values(open_page):
     assert page.locator("#curves-plot .tip .near").inner_text() != first
     page.keyboard.press("Escape")
     assert tip.is_hidden()
-    page.get_by_role("radio", name="Accuracy").focus()
+    page.get_by_role("radio", name="accuracy").focus()
     before = picture(page)
     page.keyboard.press("ArrowRight")  # the next measure, as in any group of radio buttons
     assert picture(page) != before

@@ -248,7 +248,7 @@ def test_speed_is_measured_where_units_are_removed_and_one_where_weights_are_mas
     sheet = size_sheet(experiments(rows)[0])
     assert sheet.columns[-1] == "speed"
     assert [(line.labels[-1], line.entries[-1].text) for line in sheet.lines] == [
-        ("dense", "× 1.0"), ("95 %, post hoc", "× 1"), ("70 %, structured", "× 2.5"),
+        ("dense", "× 1.0"), ("95 %, post hoc", "× 1.0"), ("70 %, structured", "× 2.5"),
     ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ COLOURS = {
 #: For anything else that is told apart by colour.
 CYCLE = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#332288", "#56b4e9", "#999999", "#661100")
 _DASHES: dict[str, Any] = {"map": (0, (4, 2)), "l1": (0, (1, 1.5)), "spam": "solid"}
-_MARKERS = "osD^vPX*<>"
+_METHOD_COLOURS = {"map": "#0072b2", "l1": "#009e73", "spam": "#d55e00"}
 _TICKS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 #: What a Pareto front is drawn over.
 COSTS = {"flops": "FLOPs", "bytes": "bytes", "latency_ms": "latency, ms"}
@@ -98,17 +98,22 @@ def write_figures(
 
 
 def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
-    """Accuracy over sparsity, one panel an experiment: post hoc, one training a method."""
+    """Accuracy over sparsity by the main criterion, one panel per experiment and one line per method."""
     shown = [e for e in experiments if e.curves]
     axes = _panels(plt, len(shown))
     for axis, experiment in zip(axes, shown, strict=True):
-        curves = _main_curves(experiment, experiment.stages[0])
-        _over_sparsity(axis, curves, METRICS[0])
+        curves = main_curves(experiment)
+        for curve in curves:
+            method = curve.variant.method
+            _line(axis, curve.values("accuracy"), METRICS[0], band=True, color=_METHOD_COLOURS.get(method, "#661100"),
+                  linestyle=_DASHES.get(method, "solid"), linewidth=2.4, label=curve.variant.method_name)  # fmt: skip
+        _sparsity_axis(axis, curves)
         axis.set_title(experiment.title)
     for axis in axes:
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel(METRICS[0].title)
-    _legend(plt, [c for e in shown for c in _main_curves(e, e.stages[0])])
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    _below(plt, list(handles.values()), list(handles))
 
 
 def quality(plt: Any, experiment: Experiment) -> None:
@@ -203,8 +208,7 @@ def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
     height = 1.1 + 0.27 * max(len(times.bars) for times in found)
     figure, axes = plt.subplots(1, len(found), figsize=(5.8 * len(found), height), squeeze=False)
     for axis, times in zip(axes[0], found, strict=True):
-        methods = {"map": "#999999", "l1": "#0072b2", "spam": "#d55e00"}
-        bars = [(label, e, methods.get(kind) or _colour(kind)) for label, e, kind in times.bars]
+        bars = [(label, e, _METHOD_COLOURS.get(kind) or _colour(kind)) for label, e, kind in times.bars]
         _bars(axis, bars, times.show, max(len(one.bars) for one in found))
         scale = " (logarithmic)" if axis.get_xscale() == "log" else ""
         axis.set_title(times.title + scale, wrap=True)
@@ -279,6 +283,13 @@ def _panels(plt: Any, count: int, columns: int = 3, *, sharey: bool = False) -> 
     return flat[:count]
 
 
+def main_curves(experiment: Experiment) -> list[Curve]:
+    """One curve per method: the first stage, the main criterion."""
+    if not experiment.curves:
+        return []
+    return [c for c in _main_curves(experiment, experiment.stages[0]) if c.criterion == experiment.main_criterion]
+
+
 def _main_curves(experiment: Experiment, stage: str) -> list[Curve]:
     main = experiment.main_variants()
     return [c for c in experiment.curves if c.stage == stage and c.variant in main]
@@ -301,7 +312,7 @@ def _line(axis: Any, values: Mapping[float, Estimate], metric: Metric, *, band: 
     if band and any(e.error for e in values.values()):
         errors = [metric.factor * (e.error or 0.0) for e in values.values()]
         low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-        axis.fill_between(places, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        axis.fill_between(places, low, high, color=style["color"], alpha=0.22, linewidth=0)
 
 
 def place(sparsity: float) -> float:
@@ -313,7 +324,7 @@ def _sparsity_axis(axis: Any, curves: Sequence[Curve]) -> None:
     top = max((s for c in curves for s in c.points), default=0.0)
     ticks = [s for s in _TICKS if s <= top + 1e-9] or [0.0]
     axis.set_xticks([place(s) for s in ticks], [percent(s) for s in ticks])
-    axis.set_xlabel("sparsity, % (by the logarithm of what is kept)", fontsize=9)
+    axis.set_xlabel("share of weights removed, %", fontsize=9)
     axis.margins(x=0.02)
 
 

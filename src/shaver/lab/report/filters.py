@@ -110,8 +110,8 @@ def layer_bars(
             for axis, values, labels in ((left, shares, map(str, widths)), (right, gone, map("{:.1f}".format, gone))):
                 bars = axis.barh(places, values, 0.88 * thick, color=colour, label=title)
                 axis.bar_label(bars, list(labels), padding=3, fontsize=8, color="#444444")
-        left.set_title("outputs that are left: number, and bars in %")
-        right.set_title("weights that are gone, %")
+        left.set_title("outputs that are left: number, and share in %")
+        right.set_title("weights removed, %")
         for axis in (left, right):
             axis.set_xlim(0, 112)
             axis.set_xticks([0, 25, 50, 75, 100])
@@ -164,7 +164,7 @@ def precision_histograms(
             label = f"{name.removesuffix('.weight')}\n{weight.numel():,} weights"
             axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8)
         axes.flat[-1].xaxis.set_major_locator(plt.MaxNLocator(integer=True))
-        axes.flat[-1].set_xlabel("log₁₀ δ: left, weights that the data hold; right, weights that the prior shuts\n"
+        axes.flat[-1].set_xlabel("log₁₀ δ: small for weights that the data need, large for the others\n"
                                  "height: square root of the share of weights")  # fmt: skip
         if len(deltas) > 1:
             handles, labels = axes.flat[0].get_legend_handles_labels()

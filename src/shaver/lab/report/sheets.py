@@ -281,7 +281,7 @@ def _speed(dense: Mapping[str, Estimate], pruned: Mapping[str, Estimate]) -> Ent
         ratio = dense["latency_ms"].mean / pruned["latency_ms"].mean
         return Entry(f"× {ratio:.1f}", value=ratio)
     same = dense.get("flops") is not None and dense["flops"] == pruned.get("flops")
-    return Entry("× 1", value=1.0) if same else EMPTY
+    return Entry("× 1.0", value=1.0) if same else EMPTY
 
 
 def _training_labels(experiment: Experiment, variant: Variant) -> tuple[str, str, str]:

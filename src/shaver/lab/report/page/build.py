@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaver import __version__
-from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, varying_costs
+from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, main_curves, varying_costs
 from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, training_curves
 from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, in_order
 from shaver.lab.report.page.parts import bars, card, facts, panel, picture, section, sheet_table
@@ -37,7 +37,11 @@ _FACTS = {
     "seeds": "seeds", "versions": "versions", "machine": "machine", "started": "started", "seconds": "seconds in all",
     "code": "code",
 }  # fmt: skip
-_SHORT = {"accuracy": "Accuracy", "nll": "NLL", "ece": "ECE", "brier": "Brier"}
+_SHORT = {
+    "accuracy": "accuracy", "nll": "negative log likelihood", "ece": "calibration error", "brier": "Brier score",
+}  # fmt: skip
+#: The methods in words a newcomer understands.
+_TRAINED = {"map": "MAP (weight decay)", "l1": "L1", "spam": "SpaM (learned prior)"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def _render(
 ) -> str:
     assets = files("shaver.lab.report.page")
     parts = {
-        "curves": ("Curves", _curves(experiments)),
+        "curves": ("Accuracy", _curves(experiments)),
+        "size": ("Size and speed", _sizes(experiments)),
         "pareto": ("Cost", _pareto(experiments)),
         "training": ("Training", _training(experiments, histories)),
         "tables": ("Tables", _tables(experiments, fewer_tables)),
@@ -131,7 +136,7 @@ def _heading(experiments: Sequence[Experiment], sources: Sequence[Source]) -> st
         return experiments[0].title
     if len(titles) == 1 and titles[0]:
         return titles[0]
-    return "How far can these networks be shaved?"
+    return "How much of these networks can be removed?"
 
 
 def _header(title: str, experiments: Sequence[Experiment], sources: Sequence[Source], scale: str) -> str:
@@ -165,7 +170,7 @@ def _header(title: str, experiments: Sequence[Experiment], sources: Sequence[Sou
     summary = ""
     if cards:
         summary = (
-            '<h3 class="of-cards">How much can go before accuracy falls by more than one point</h3>'
+            '<h3 class="of-cards">Share that can be removed before accuracy falls by more than one point</h3>'
             f'<div class="cards">{"".join(cards)}</div>'
         )
     return (
@@ -189,21 +194,31 @@ def _curves(experiments: Sequence[Experiment]) -> str:
         return ""
     controls = [
         ("select", "experiment", "Network", "half"),
-        ("chips", "metric", "Measure", "half"),
         ("chips", "method", "Trained by", "half"),
+        ("chips", "metric", "Measure", ""),
         ("chips", "stage", "Pruned", "half"),
-        ("chips", "criterion", "Criterion", ""),
+        ("chips", "criterion", "Ranked by", ""),
         ("chips", "prior", "SpaM’s prior", ""),
         ("chips", "curvature", "Curvature", ""),
         ("colour", "colour", "Colour by", "half"),
     ]
-    hint = "Point at a curve, or focus the picture and use the arrow keys. Bands are standard errors over seeds."
+    hint = (
+        "Bands are standard errors over seeds. Point at a curve, or focus the picture and use the arrow keys, to read "
+        "values. The axis is logarithmic in the share that is kept."
+    )
     return section(
         "curves",
-        "Quality over sparsity",
-        "What is left of a network’s quality when the given share of its weights is removed.",
+        "Accuracy over sparsity",
+        "Test accuracy after the given share of the weights was removed. A curve that stays high prunes well.",
         panel("curves", controls, hint),
     )
+
+
+def _sizes(experiments: Sequence[Experiment]) -> str:
+    sheets = [size_sheet(experiment) for experiment in experiments if experiment.criteria]
+    tables = "".join(sheet_table(sheet) for sheet in sheets if sheet is not None)
+    text = "Removing single weights makes the file smaller; removing whole units makes the network faster as well."
+    return section("size", "Size and speed", text, tables) if tables else ""
 
 
 def _pareto(experiments: Sequence[Experiment]) -> str:
@@ -212,8 +227,16 @@ def _pareto(experiments: Sequence[Experiment]) -> str:
     return section(
         "pareto",
         "Quality against cost",
-        "Every pruned network as one mark; filled marks are trained by SpaM. To the upper left is better.",
-        panel("pareto", [("select", "experiment", "Network", "half"), ("chips", "cost", "Cost", "half")], ""),
+        "Each mark is a pruned network; filled marks are trained by SpaM. Better networks are further up and left.",
+        panel(
+            "pareto",
+            [
+                ("select", "experiment", "Network", "half"),
+                ("chips", "cost", "Cost", "half"),
+                ("chips", "criterion", "Ranked by", ""),
+            ],
+            "Networks more than 15 points below the best accuracy are left out.",
+        ),
     )
 
 
@@ -224,7 +247,7 @@ def _training(experiments: Sequence[Experiment], histories: "DataFrame") -> str:
     return section(
         "training",
         "While training",
-        "Means over seeds. The evidence decides how many weights the data pay for.",
+        "Means over seeds. SpaM learns from the log evidence how many weights the data need.",
         panel("training", controls, ""),
     )
 
@@ -257,7 +280,7 @@ def _pictures(sources: Sequence[Source], room: int) -> str:
     if not shown and not left:
         return ""
     rest = f'<p class="note">Too large for this page: {escape(", ".join(left))}.</p>' if left else ""
-    text = "What the razor leaves of the weights themselves."
+    text = "One network before and after pruning."
     return section("pictures", "Filters", text, f'<div class="pictures">{"".join(shown)}</div>{rest}')
 
 
@@ -272,9 +295,8 @@ def _times(experiments: Sequence[Experiment]) -> str:
         rows = [(label, found, _slot(kind)) for label, found, kind in scored.bars]
         out.append(f"<h3>{escape(scored.title)}</h3>{bars(rows, scored.show)}")
     sheets = [training_sheet(experiments), scoring_sheet(experiments)]
-    sheets += [size_sheet(experiment) for experiment in experiments if experiment.criteria]
     out += [sheet_table(sheet) for sheet in sheets if sheet is not None]
-    return section("times", "Times and sizes", "Measured on the machine named below.", "".join(out)) if out else ""
+    return section("times", "Times", "Measured on the machine named below.", "".join(out)) if out else ""
 
 
 def _reproduce(sources: Sequence[Source]) -> str:
@@ -300,10 +322,12 @@ def _data(experiments: Sequence[Experiment], histories: "DataFrame") -> dict[str
     criteria = in_order(c for e in experiments for c in e.criteria)
     return {
         "metrics": [
-            {"key": m.key, "title": m.title, "short": _SHORT[m.key], "factor": m.factor, "digits": m.digits}
+            {"key": m.key, "title": m.title, "name": _SHORT[m.key], "factor": m.factor, "digits": m.digits}
             for m in METRICS
         ],
         "methods": METHOD_NAMES,
+        "trained": _TRAINED,
+        "first": _most_telling(experiments),
         "stages": STAGE_NAMES,
         "criteria": {c: {"name": CRITERION_NAMES.get(c, c), "slot": _slot(c)} for c in criteria},
         "costs": COSTS,
@@ -312,11 +336,23 @@ def _data(experiments: Sequence[Experiment], histories: "DataFrame") -> dict[str
     }
 
 
+def _most_telling(experiments: Sequence[Experiment]) -> int:
+    """The experiment that is shown first: the one in which SpaM is furthest ahead of MAP."""
+
+    def lead(experiment: Experiment) -> float:
+        found = {c.variant.method: c.values("accuracy") for c in reversed(main_curves(experiment))}
+        ours, theirs = found.get("spam", {}), found.get("map", {})
+        return sum(ours[s].mean - theirs[s].mean for s in ours if s in theirs)
+
+    return max(range(len(experiments)), key=lambda i: (bool(experiments[i].curves), lead(experiments[i])), default=0)
+
+
 def _experiment_data(experiment: Experiment, histories: "DataFrame") -> dict[str, Any]:
     costs = varying_costs(experiment)
     trained = training_curves(experiment, histories)
     return {
         "title": experiment.title,
+        "main": experiment.main_criterion,
         "stages": experiment.stages,
         "several": len(experiment.variants) > len(experiment.main_variants()),
         "costs": costs,

@@ -4,6 +4,8 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const DASHES = { map: "6 4", l1: "1.5 4", spam: "" };
+const METHOD_SLOTS = { spam: 0, map: 2, l1: 5 };
+const NEAR = 15; // points of accuracy below the best that the cost plot still shows
 const place = (sparsity) => -Math.log10(Math.max(1 - sparsity, 1e-4));
 const TICKS = [0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999];
 const percent = (share) => String(Math.round(share * 1e4) / 100);
@@ -262,8 +264,9 @@ function chips(host, name, options, chosen, kind, changed) {
   }
 }
 
-function choices(select, options, changed) {
+function choices(select, options, changed, first = 0) {
   for (const [value, label] of options) make("option", { value }, select, label);
+  select.value = String(Math.max(0, first));
   select.closest(".control").hidden = options.length < 2;
   select.addEventListener("change", changed);
 }
@@ -277,7 +280,7 @@ function explorer() {
   const metric = new Set([data.metrics[0].key]);
   const state = {};
   const names = {
-    method: data.methods, criterion: Object.fromEntries(Object.entries(data.criteria).map(([k, v]) => [k, v.name])),
+    method: data.trained, criterion: Object.fromEntries(Object.entries(data.criteria).map(([k, v]) => [k, v.name])),
     prior: {}, curvature: {}, stage: data.stages,
   };
   const dimensions = ["method", "criterion", "prior", "curvature", "stage"];
@@ -289,10 +292,7 @@ function explorer() {
     for (const dimension of dimensions) {
       const all = unique(experiment.curves.map((c) => value(c, dimension)).filter((v) => v !== ""));
       let wanted = all;
-      if (dimension === "criterion") {
-        const usual = all.filter((c) => ["opd", "magnitude", "snip", "grasp"].includes(c));
-        if (usual.length > 1) wanted = usual;
-      }
+      if (dimension === "criterion") wanted = all.includes(experiment.main) ? [experiment.main] : all.slice(0, 1);
       if (dimension === "prior") wanted = all.includes("parameter-wise") ? ["parameter-wise"] : all.slice(0, 1);
       if (dimension === "curvature" || dimension === "stage") wanted = all.slice(0, 1);
       state[dimension] = new Set(wanted);
@@ -300,7 +300,7 @@ function explorer() {
     }
     const measured = data.metrics.filter((m) => experiment.curves.some((c) => c.y[m.key]));
     if (!measured.some((m) => metric.has(m.key))) { metric.clear(); metric.add(measured[0].key); }
-    chips(byId("curves-metric"), "curves-metric", measured.map((m) => [m.key, m.short]), metric, "radio", draw);
+    chips(byId("curves-metric"), "curves-metric", measured.map((m) => [m.key, m.name]), metric, "radio", draw);
     draw();
   }
 
@@ -311,7 +311,7 @@ function explorer() {
     const varied = ["criterion", "prior", "curvature", "stage", "method"].filter((d) => unique(visible.map((c) => value(c, d)).filter((v) => v !== "")).length > 1);
     const by = varied.includes(asked) ? asked : varied[0] || "criterion";
     const others = unique(experiment.curves.map((c) => value(c, by)));
-    const slot = (c) => by === "criterion" ? data.criteria[c.criterion].slot : value(c, by) === "" ? 7 : [0, 2, 5, 4, 3, 1, 6, 8][others.filter((v) => v !== "").indexOf(value(c, by)) % 8];
+    const slot = (c) => by === "method" ? METHOD_SLOTS[c.method] ?? 8 : by === "criterion" ? data.criteria[c.criterion].slot : value(c, by) === "" ? 7 : [0, 2, 5, 4, 3, 1, 6, 8][others.filter((v) => v !== "").indexOf(value(c, by)) % 8];
     const label = (c) => [c.method, c.criterion, c.prior, c.curvature, c.stage]
       .map((v, i) => [dimensions[i], v])
       .filter(([d, v]) => v !== "" && (d === "method" || d === "criterion" || varied.includes(d)))
@@ -328,7 +328,7 @@ function explorer() {
     const top = Math.max(0.5, ...visible.flatMap((c) => c.x));
     plot.draw({
       lines, joined: true,
-      x: { low: 0, high: place(top), label: "sparsity, % (by the logarithm of what is kept)", show: (v) => v,
+      x: { low: 0, high: place(top), label: "share of weights removed, %", show: (v) => v,
            ticks: TICKS.filter((s) => s <= top + 1e-9).map((s) => ({ at: place(s), text: percent(s) })) },
       y: { label: chosen.title, floor: 0, ceiling: chosen.key === "accuracy" ? 100.5 : undefined },
     });
@@ -341,7 +341,7 @@ function explorer() {
     colours.value = by;
   }
 
-  choices(byId("curves-experiment"), able.map((e, i) => [String(i), e.title]), begin);
+  choices(byId("curves-experiment"), able.map((e, i) => [String(i), e.title]), begin, able.indexOf(data.experiments[data.first]));
   byId("curves-colour").addEventListener("change", (event) => { asked = event.target.value; draw(); });
   begin();
 }
@@ -351,21 +351,29 @@ function pareto() {
   const plot = new Plot(byId("pareto-plot"));
   const able = data.experiments.filter((e) => e.costs.length);
   const cost = new Set();
+  const criteria = new Set();
   const accuracy = data.metrics[0];
   function begin() {
     const experiment = able[+byId("pareto-experiment").value || 0];
     if (!experiment.costs.some((c) => cost.has(c))) { cost.clear(); cost.add(experiment.costs[0]); }
     chips(byId("pareto-cost"), "pareto-cost", experiment.costs.map((c) => [c, data.costs[c]]), cost, "radio", draw);
+    const there = unique(experiment.curves.map((c) => c.criterion));
+    criteria.clear();
+    there.filter((c) => [experiment.main, "magnitude"].includes(c)).forEach((c) => criteria.add(c));
+    if (!criteria.size) criteria.add(there[0]);
+    chips(byId("pareto-criterion"), "pareto-criterion", there.map((c) => [c, data.criteria[c].name]), criteria, "checkbox", draw);
     draw();
   }
   function draw() {
     const experiment = able[+byId("pareto-experiment").value || 0];
     const key = [...cost][0];
-    const lines = experiment.curves.filter((c) => c.y[key] && c.y.accuracy).map((c) => {
+    const all = experiment.curves.filter((c) => criteria.has(c.criterion) && c.y[key] && c.y.accuracy);
+    const least = Math.max(0, ...all.flatMap((c) => c.y.accuracy.filter(Boolean).map(([mean]) => mean * accuracy.factor))) - NEAR;
+    const lines = all.map((c) => {
       const label = [data.methods[c.method] ?? c.method, data.criteria[c.criterion].name, ...(experiment.several ? [c.prior, c.curvature] : []), c.stage && experiment.stages.length > 1 ? data.stages[c.stage] ?? c.stage : ""].filter(Boolean).join(", ");
       return {
         label, slot: data.criteria[c.criterion].slot, dash: "", hollow: c.method !== "spam", strong: true, unjoined: true,
-        points: c.x.map((s, i) => [s, c.y[key][i], c.y.accuracy[i]]).filter(([, a, b]) => a && b).map(([s, [at], [mean]]) => ({
+        points: c.x.map((s, i) => [s, c.y[key][i], c.y.accuracy[i]]).filter(([, a, b]) => a && b && b[0] * accuracy.factor >= least).map(([s, [at], [mean]]) => ({
           x: Math.log10(at), y: mean * accuracy.factor, e: 0, title: `${short(at)} ${data.costs[key]}, ${s === 0 ? "dense" : percent(s) + " % sparsity"}`,
           text: (mean * accuracy.factor).toFixed(accuracy.digits) + " %",
         })),
@@ -381,10 +389,10 @@ function pareto() {
            ticks: logTicks(low - pad, high + pad).map((at) => ({ at, text: short(10 ** at) })) },
       y: { label: accuracy.title, ceiling: 100.5, floor: 0 },
     });
-    const keys = unique(experiment.curves.map((c) => c.criterion)).map((c) => ({ label: data.criteria[c].name, slot: data.criteria[c].slot, unjoined: true }));
+    const keys = unique(all.map((c) => c.criterion)).map((c) => ({ label: data.criteria[c].name, slot: data.criteria[c].slot, unjoined: true }));
     legend(byId("pareto-key"), [{ label: "the best that each cost can buy", slot: null, dash: "" }, ...keys]);
   }
-  choices(byId("pareto-experiment"), able.map((e, i) => [String(i), e.title]), begin);
+  choices(byId("pareto-experiment"), able.map((e, i) => [String(i), e.title]), begin, able.findIndex((e) => e.costs.includes("flops")));
   begin();
 }
 
@@ -414,7 +422,7 @@ function training() {
     });
     legend(byId("training-key"), lines);
   }
-  choices(byId("training-experiment"), able.map((e, i) => [String(i), e.title]), begin);
+  choices(byId("training-experiment"), able.map((e, i) => [String(i), e.title]), begin, able.indexOf(data.experiments[data.first]));
   begin();
 }
 
@@ -430,6 +438,11 @@ function theme() {
 }
 
 theme();
+// A table that is wider than its place says so.
+const hint = () => document.querySelectorAll(".scroll").forEach((s) => s.classList.toggle("wide", s.scrollWidth > s.clientWidth + 1));
+addEventListener("resize", hint);
+document.querySelectorAll("details").forEach((d) => d.addEventListener("toggle", hint));
+hint();
 if (byId("curves-plot")) explorer();
 if (byId("pareto-plot")) pareto();
 if (byId("training-plot")) training();

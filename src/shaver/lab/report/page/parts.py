@@ -11,7 +11,13 @@ from shaver.lab.report.names import METHOD_NAMES
 from shaver.lab.report.sheets import Entry, Sheet, percent
 
 #: Dimensions that curves can be coloured by.
-_COLOURS = {"criterion": "criterion", "prior": "prior", "curvature": "curvature", "stage": "stage", "method": "method"}
+_COLOURS = {"criterion": "ranking", "prior": "prior", "curvature": "curvature", "stage": "stage", "method": "training"}
+#: What the pictures of the demo show; other pictures are named after their files.
+_CAPTIONS = {
+    "filters": "The weights of each layer: red is positive, blue negative, black removed.",
+    "layers": "What is left of each layer: outputs that still have a weight, and the share of weights removed.",
+    "precision": "The prior precision δ that was learned for the weights of each layer; a large δ means: not needed.",
+}
 
 
 def section(key: str, title: str, text: str, content: str) -> str:
@@ -82,6 +88,7 @@ def sheet_table(sheet: Sheet) -> str:
         body.append(f"<tr{' class=begins' if begins else ''}>{''.join(names)}{''.join(map(_cell, line.entries))}</tr>")
     return (
         f'<h3 class="title">{escape(sheet.title)}</h3>'
+        '<p class="swipe" aria-hidden="true">Scroll sideways for more columns →</p>'
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(sheet.title, quote=True)}">'
         f'<table class="sheet"><thead>{over}<tr>{head}</tr></thead>'
         f'<tbody>{"".join(body)}</tbody></table></div><p class="note">{escape(sheet.note)}</p>'
@@ -91,10 +98,9 @@ def sheet_table(sheet: Sheet) -> str:
 def picture(path: Path) -> str:
     """An SVG file as an image: nothing in it runs, and its ids stay its own."""
     encoded = base64.b64encode(path.read_bytes()).decode()
-    name = escape(path.stem.replace("-", " ").replace("_", " "), quote=True)
-    return (
-        f'<figure><img alt="{name}" src="data:image/svg+xml;base64,{encoded}"><figcaption>{name}</figcaption></figure>'
-    )
+    caption = escape(_CAPTIONS.get(path.stem, path.stem.replace("-", " ").replace("_", " ")), quote=True)
+    image = f'<img alt="{caption}" src="data:image/svg+xml;base64,{encoded}">'
+    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
 
 
 def bars(rows: Sequence[tuple[str, Estimate, int]], show: Callable[[float], str]) -> str:
