@@ -12,7 +12,7 @@ from shaver.files import checkpoints
 from shaver.io import check_folder
 from shaver.naming import check_count, check_name, check_number
 from shaver.pruning import Masks, Schedule
-from shaver.training.history import History
+from shaver.training.history import History, open_logger
 from shaver.training.options import Options, options_with
 from shaver.training.progress import Progress
 from shaver.training.randomness import own_randomness
@@ -85,13 +85,11 @@ def fit(
     options = options_with(options, more)
     check_network(model, "fit")
     refuse_wrapped(model)
-    settings = {
-        "method": check_name("method", method, METHODS),
-        "epochs": check_count("epochs", epochs),
-        "lr": None if lr is None else check_number("lr", lr, least=0, above=True),
-        "batch_size": check_count("batch_size", batch_size),
-        "seed": check_count("seed", seed, least=0),
-    }
+    epochs, batch_size = check_count("epochs", epochs), check_count("batch_size", batch_size)
+    seed = check_count("seed", seed, least=0)
+    lr = None if lr is None else check_number("lr", lr, least=0, above=True)
+    check_name("method", method, METHODS)
+    settings = {"method": method, "epochs": epochs, "lr": lr, "batch_size": batch_size, "seed": seed}
     _check_pruning(model, masks, online)
     spam = _check_method(method, spam, online, options)
     if options.logger == "tensorboard" and folder is None:
@@ -109,7 +107,7 @@ def fit(
                 Progress(
                     method, epochs, train_source.count, run.epoch, shown=shown if run.spread.first else False
                 ) as bar,
-                run.sink() as sink,
+                open_logger(options.logger if run.spread.first else None, place, run.epoch) as sink,
             ):
                 while not run.finished:
                     row = run.train_epoch(bar)

@@ -3,6 +3,8 @@
 import csv
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -77,3 +79,17 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def open_logger(logger: Logger | str | None, folder: Path | None, epoch: int) -> Iterator[Logger | None]:
+    """The user's logger; for ``"tensorboard"`` a writer into ``folder`` that continues after ``epoch``."""
+    if not isinstance(logger, str):
+        yield logger
+        return
+    assert folder is not None
+    writer = TensorBoard(folder / "tensorboard", purge_step=epoch + 1)
+    try:
+        yield writer
+    finally:
+        writer.close()

@@ -17,7 +17,7 @@ from shaver.likelihoods import Classification, get_likelihood
 from shaver.pruning import Hold, Masks, OnlinePruner, Schedule
 from shaver.training import divergence, identity
 from shaver.training.divergence import Diverged
-from shaver.training.history import History, Logger, TensorBoard
+from shaver.training.history import History
 from shaver.training.lasso import l1_norm, soft_threshold
 from shaver.training.optimizers import build_optimizer, scheduled_lr
 from shaver.training.options import AMP_TYPES, Options
@@ -295,7 +295,7 @@ class Run:
     @torch.no_grad()
     def _validate(self, source: Source) -> dict[str, float]:
         self.model.eval()
-        loss, correct, labels, seen = 0.0, 0, 0, 0
+        loss, correct, labels, seen, culprit = 0.0, 0, 0, 0, None
         for batch in self.spread.own(source.epoch(0)):
             if batch is None:
                 continue
@@ -303,18 +303,20 @@ class Run:
             outputs, expected = self.options.forward(self.model, batch), self.options.targets(batch)
             if not self.history:  # every batch of the first validation
                 self.likelihood.check(outputs, expected)
-            batch_loss = float(self.likelihood.nll(outputs, expected).sum())
-            if not math.isfinite(batch_loss):
-                found = divergence.explain_loss(self.model, batch, outputs, batch_loss, "the validation loss")
-                raise self._diverged(found)
-            loss += batch_loss
+            own = float(self.likelihood.nll(outputs, expected).sum())
+            if not math.isfinite(own):
+                culprit = divergence.explain_loss(self.model, batch, outputs, own, "the validation loss")
+                break
+            loss += own
             seen += batch_size_of(batch)
             if isinstance(self.likelihood, Classification):
                 counted = expected != self.likelihood.ignore_index
                 correct += int((outputs.argmax(self.likelihood.class_dim) == expected)[counted].sum())
                 labels += int(counted.sum())
-        loss, *counts = self.spread.ranks.total(loss, correct, labels, seen)
-        correct, labels, seen = map(int, counts)
+        loss, *counts = self.spread.ranks.total(loss, correct, labels, seen, culprit is not None)
+        correct, labels, seen, failed = map(int, counts)
+        if failed:  # on all ranks, so that none waits for another
+            raise self._diverged(culprit or "the validation loss is not finite on another rank")
         return {"valid_loss": loss / seen} | ({"valid_accuracy": correct / labels} if labels else {})
 
     def _evidence_stalled(self) -> bool:
@@ -346,20 +348,6 @@ class Run:
         if self.options.amp is None:
             return nullcontext()
         return torch.autocast(self.device.type, AMP_TYPES[self.options.amp])
-
-    @contextmanager
-    def sink(self) -> Iterator[Logger | None]:
-        """The user's logger, or a TensorBoard writer that is closed at the end; on the first rank alone."""
-        logger = self.options.logger if self.spread.first else None
-        if isinstance(logger, str):
-            assert self.folder is not None
-            writer = TensorBoard(self.folder / "tensorboard", purge_step=self.epoch + 1)
-            try:
-                yield writer
-            finally:
-                writer.close()
-        else:
-            yield logger
 
     def _state(self) -> dict[str, Any]:
         return {
