@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import shaver
 from shaver.criteria import score
 from shaver.files import folder, load, load_masks, save
 from shaver.files.encoding import decode, encode
-from shaver.io import save_tensors
+from shaver.io import load_state, save_tensors
 from shaver.pruning import prune
 
 
@@ -262,3 +263,27 @@ def test_each_code_has_its_place():
 def test_codes_that_make_no_sense_are_refused(code, where, message):
     with pytest.raises(ValueError, match=message):
         decode(code, {"where": where, "values": torch.ones(2)}, torch.Size([4, 4]))
+
+
+def test_a_run_whose_newest_checkpoint_is_cut_short_is_read_from_the_one_before(tmp_path):
+    model = shaver.zoo.build("fcn", seed=0, inputs=6, hidden=[8], classes=3)
+    data = [(torch.randn(16, 6), torch.arange(16) % 3)]
+    shaver.fit(model, data, epochs=3, folder=tmp_path, spam={"every": 1, "update": 1})
+    assert shaver.files.load_trained(tmp_path).posterior is not None
+    newest = tmp_path / "checkpoint-00003.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-10])
+    with pytest.warns(UserWarning, match=r"checkpoint-00003\.safetensors is .*damaged.*checkpoint-00002.* is used"):
+        trained = shaver.files.load_trained(tmp_path)
+    assert trained.posterior is None  # it belongs to the last weights
+    before = load_state(tmp_path / "checkpoint-00002.safetensors")["model"]
+    assert all(torch.equal(before[name], value) for name, value in trained.model.state_dict().items())
+
+
+def test_a_file_cannot_ask_for_more_memory_than_its_weights_need(tmp_path):
+    model = shaver.zoo.build("fcn", seed=0, inputs=6, hidden=[8], classes=3)
+    save(model, tmp_path)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    for hidden, message in (([2**40], "does not fit FCN"), ([8] * 50, "does not fit FCN"), ("wide", "cannot be built")):
+        (tmp_path / "plan.json").write_text(json.dumps(plan | {"network": plan["network"] | {"hidden": hidden}}))
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)

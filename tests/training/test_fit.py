@@ -1,7 +1,9 @@
 """What one call of fit does: the loss it minimises, what it records, and what it leaves as it found it."""
 
 import csv
+import io
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -249,3 +251,43 @@ def test_a_model_or_optimizer_without_the_right_parameters_is_refused():
     foreign = torch.optim.SGD(network().parameters(), lr=0.1)
     with pytest.raises(ValueError, match="none of the model's"):
         fit(network(), batches(), method="map", optimizer=foreign)
+
+
+class Terminal(io.StringIO):
+    """Standard error as a terminal has it."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_bar_unless_it_is_declined_or_a_logger_is_there(monkeypatch):
+    class Logger:
+        def log(self, row, step):
+            pass
+
+    shown = {}
+    for name, settings in {"default": {}, "declined": {"progress": False}, "logged": {"logger": Logger()}}.items():
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        fit(network(), batches(), method="map", epochs=1, **settings)
+        shown[name] = terminal.getvalue()
+    assert "epoch 1/1" in shown["default"]
+    assert "left" in shown["default"]
+    assert shown["declined"] == shown["logged"] == ""
+
+
+def test_no_weight_decay_is_a_weight_decay_of_zero():
+    zero, own = network(), network()
+    fit(zero, batches(), method="map", epochs=2, lr=0.1, weight_decay=0)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    fit(own, batches(), method="map", epochs=2, optimizer=optimizer)
+    assert identical(weights(zero), weights(own))
+
+
+def test_options_by_name_are_options_as_one_object():
+    by_name, as_object = network(), network()
+    fit(by_name, batches(), method="map", epochs=2, optimizer="adam", clip=0.5, accumulate=2)
+    fit(as_object, batches(), method="map", epochs=2, options=Options(optimizer="adam", clip=0.5, accumulate=2))
+    assert identical(weights(by_name), weights(as_object))
+    with pytest.raises(ValueError, match="unknown argument of fit 'optimiser'; did you mean 'optimizer'"):
+        fit(network(), batches(), optimiser="adam")
