@@ -17,7 +17,7 @@ def encode(tensor: Tensor, mask: Tensor | None = None) -> tuple[str, dict[str, T
     """The shortest code of a tensor, by name, and its parts.
 
     - ``dense``: ``values`` alone, as they are.
-    - ``bits``: ``where`` has one bit an entry, ``values`` the entries that are present.
+    - ``bits``: ``where`` has one bit per entry, ``values`` the entries that are present.
     - ``gaps``: ``where`` has a byte for the distance to the next entry present (more for long gaps).
     - ``indices``: ``where`` has the positions as 32-bit (or 64-bit) integers.
 

@@ -71,7 +71,7 @@ def search_l1(
         >>> found.coefficient, found.model
 
     Args:
-        factory: Makes a fresh network; called once a coefficient, each time under the same seed.
+        factory: Makes a fresh network; called once per coefficient, each time under the same seed.
         train: As for :func:`shaver.fit`.
         valid: Validation data; never the test set.
         coefficients: The λ to try.

@@ -59,7 +59,7 @@ class Source:
 
 
 def open_source(data: Any, role: str, batch_size: int, *, shuffle: bool, seed: int = 0) -> Source:
-    """See ``data`` as batches, and count them.
+    """Read ``data`` as batches, and count them.
 
     Raises:
         TypeError: It cannot be iterated, or only once.
@@ -91,7 +91,7 @@ def _count(batches: Iterable[Any]) -> tuple[int, int]:
         if size is None:
             size = len(batches.dataset)  # type: ignore[attr-defined]
         return int(size), count
-    except (TypeError, AttributeError):  # no length, or no data set behind it: look once
+    except (TypeError, AttributeError):  # no length, or no data set behind it: count the samples
         sizes = [batch_size_of(batch) for batch in batches]
         return sum(sizes), len(sizes)
 

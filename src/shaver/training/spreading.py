@@ -61,11 +61,11 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 class Spread:
-    """What a run has to do so that its ranks act as one; nothing where it is alone."""
+    """Makes the processes of a run act as one; does nothing if there is only one."""
 
     def __init__(self, ranks: Ranks, model: nn.Module) -> None:
         self.ranks, self.model = ranks, model
-        ranks.copy_([*model.parameters(), *model.buffers()])  # everybody starts where the first one does
+        ranks.copy_([*model.parameters(), *model.buffers()])  # all ranks start from the weights of the first
 
     @property
     def first(self) -> bool:
