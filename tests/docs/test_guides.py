@@ -1,12 +1,15 @@
 """The code on the guides' pages runs, in order, on a small network; their lists leave nothing out."""
 
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import shaver
 from shaver.lab import get_recipe, recipe_names
@@ -117,6 +120,42 @@ def test_choose_a_prior(names):
 
     names = run("guides/priors.md", names | {"by_filter": by_filter})
     assert names["spam"].updates == 2  # one an epoch, with Kronecker factors
+
+
+def test_the_page_about_curvature(names):
+    run("curvature.md", names | {"model": shaver.zoo.build("digits_cnn", seed=0)})
+
+
+def test_lightning(names):
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class Lit(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = MyNetwork()
+
+        def training_step(self, batch, _):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = partial(pl.Trainer, enable_model_summary=False, **quiet)
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*names["loader"], strict=True)))
+    given = {"pl": SimpleNamespace(Trainer=trainer), "lit": Lit(), "loader": DataLoader(data, 32, shuffle=True)}
+    names = run("guides/devices.md", names | given)
+    assert set(names["scores"]) == {"conv.weight", "hidden.weight", "out.weight"}
+
+
+def test_every_page_with_code_is_run():
+    with_code = {
+        path.relative_to(DOCS).as_posix()
+        for path in DOCS.rglob("*.md")
+        if "```python" in path.read_text(encoding="utf-8") and "_build" not in path.parts
+    }
+    run_here = set(re.findall(r'run\("([\w/]+\.md)"', Path(__file__).read_text(encoding="utf-8")))
+    assert with_code == run_here | {"start.md"}  # that one has a test of its own
 
 
 def test_language_models(names):

@@ -19,9 +19,8 @@ def blocks() -> list[str]:
     return found
 
 
-def test_the_first_screen_runs_and_prints_such_a_table(blocks, capsys):
-    assert "epochs=100" in blocks[0]
-    exec(compile(blocks[0].replace("epochs=100", "epochs=2"), "README.md", "exec"), {})  # shorter, otherwise as it is
+def test_the_first_screen_runs_as_it_stands_and_prints_such_a_table(blocks, capsys):
+    exec(compile(blocks[0], "README.md", "exec"), {})
     printed = capsys.readouterr().out
     shown = re.search(r"```\n(parameter .*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None
@@ -29,8 +28,15 @@ def test_the_first_screen_runs_and_prints_such_a_table(blocks, capsys):
     def names(text: str) -> list[str]:
         return [line.split()[0] for line in text.splitlines()]
 
-    assert names(printed) == names(shown.group(1))
+    assert names(printed) == names(shown[1])
     assert "achieved 0.9500" in printed
+    (found,), ((expected, spread),) = (
+        re.findall(r"test accuracy ([\d.]+)%", printed),
+        re.findall(r"test accuracy ([\d.]+)%?(?: ± ([\d.]+))?", shown[1]),
+    )
+    # Other processors round otherwise and train another network: three standard deviations where README gives one.
+    # Without one, 2.5 points: on 359 images, 1.0 is one standard error of an accuracy of 96 %.
+    assert abs(float(found) - float(expected)) <= (3 * float(spread) if spread else 2.5)
 
 
 def test_the_loop_of_ones_own_runs(blocks):
