@@ -65,6 +65,19 @@ def test_tokens_are_drawn_within_the_embedding_that_reads_them() -> None:
     assert set(found.unique().tolist()) == set(range(7))
 
 
+def test_tokens_that_the_network_copies_first_are_drawn_too() -> None:
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.embed(ids.clone())
+            return out
+
+    assert drawn(Copies(), torch.ones(2, 40, dtype=torch.int64)).unique().numel() == 7
+
+
 def test_values_are_drawn_within_the_range_of_the_example() -> None:
     found = drawn(nn.Linear(6, 2), torch.rand(40, 6) + 3)
     assert 3 <= found.min() < 3.5 < found.max() <= 4
@@ -114,14 +127,16 @@ def test_the_users_example_is_not_changed_by_a_network_that_works_in_place() -> 
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(3, 2)
+            self.layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
         def forward(self, x: Tensor) -> Tensor:
             x += 1
-            out: Tensor = self.layer(x)
+            out: Tensor = self.layers(x)
             return out
 
     example = numbers(2, 3).float()
     before = example.clone()
     drawn(InPlace(), example)
+    small = compact(InPlace(), example, criterion="magnitude", sparsity=0.5)
     assert torch.equal(example, before)
+    assert small.layers[0].out_features == 2

@@ -18,7 +18,7 @@ from shaver.batches import LABELS, outputs_in
 from shaver.curvature.capture import undisturbed
 from shaver.io import atomic_path
 from shaver.measure.example import Example, call, samples_of
-from shaver.structure.inputs import check_example, check_network, short
+from shaver.structure.inputs import check_example, check_network, copied, short
 
 #: The largest difference between the file's outputs and the network's, relative to the largest output.
 TOLERANCE = 1e-5
@@ -60,7 +60,7 @@ def export_onnx(
     if not isinstance(path, str | os.PathLike) or Path(path).is_dir():
         raise ValueError(f"path must name a file, such as 'small.onnx', not {str(path)!r}.")
     target, kind = Path(path), type(check_network(model)).__name__
-    example = check_example(example)
+    example = copied(check_example(example))
     # The exporter takes a dimension of size 1 for a constant, so the network is traced with at least two samples.
     traced = short(example, max(2, samples_of(example))) if dynamic_batch else example
     inputs = [traced, short(traced, samples_of(traced) + 1)] if dynamic_batch else [traced]
@@ -97,7 +97,7 @@ def export_onnx(
 
 def _result(model: nn.Module, batch: Example, dynamic: bool) -> Any:
     try:
-        return call(model, batch)
+        return call(model, copied(batch))
     except Exception as error:  # whatever the user's network raises
         hint = "; dynamic_batch=False keeps the example's batch size" if dynamic else ""
         raise ValueError(

@@ -121,38 +121,32 @@ class VariedInputs:
         """Whether the outputs are finite; None if the network does not take the batch."""
         try:
             with undisturbed(self._model), torch.no_grad():
-                result = self._forward(self._model, _copied(batch))
+                result = self._forward(self._model, copied(batch))
         except Exception:  # whatever the user's network raises
             return None
         return all(bool(value.isfinite().all()) for value in _tensors(result) if value.is_floating_point())
 
     def _embeddings(self, example: Any) -> dict[str, int]:
         """Path of an integer tensor → the number of rows of the smallest embedding that reads it."""
-        batch = _copied(example)
-        paths = {
-            value.untyped_storage().data_ptr(): "".join(map(str, path))
+        batch = copied(example)
+        integers = {
+            "".join(map(str, path)): value
             for path, value in tree_flatten_with_path(batch)[0]
             if isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
         }
-        if not paths:
-            return {}
-        rows: dict[str, int] = {}
-
-        class Lookups(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func in (torch.nn.functional.embedding, torch.embedding, torch.nn.functional.embedding_bag):
-                    # torch.embedding takes the weight first, the functions of torch.nn.functional the indices.
-                    weight, index = sorted(args[:2], key=lambda value: not value.is_floating_point())
-                    path = paths.get(index.untyped_storage().data_ptr())
-                    if path is not None:
-                        rows[path] = min(len(weight), rows.get(path, len(weight)))
-                return func(*args, **(kwargs or {}))
-
+        lookups = _Lookups()
         try:
-            with undisturbed(self._model), torch.no_grad(), Lookups():
+            with undisturbed(self._model), torch.no_grad(), lookups:
                 self._forward(self._model, batch)
         except Exception:  # a network that does not run in such a mode is not varied in its integers
             return {}
+        rows: dict[str, int] = {}
+        for path, value in integers.items():
+            same = [size for index, size in lookups.found if index.data_ptr() == value.data_ptr()]
+            # A network may copy its inputs; zeros may then be taken for another embedding's, which is smaller at worst.
+            same = same or [size for index, size in lookups.found if torch.equal(index, value)]
+            if same:
+                rows[path] = min(same)
         return rows
 
     def _larger(self, example: Any) -> Iterator[Any]:
@@ -163,6 +157,21 @@ class VariedInputs:
             if not any(value.ndim > dim and value.shape[dim] == 1 for value in _tensors(self._base)):
                 continue
             yield tree_map(lambda value, dim=dim: _lengthened(value, dim), self._base)
+
+
+class _Lookups(TorchFunctionMode):
+    """Records the indices of every embedding lookup, and the number of rows of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.embedding, torch.nn.functional.embedding, torch.nn.functional.embedding_bag):
+            # torch.embedding takes the weight first, the functions of torch.nn.functional the indices.
+            weight, index = sorted(args[:2], key=lambda value: not value.is_floating_point())
+            self.found.append((index, len(weight)))
+        return func(*args, **(kwargs or {}))
 
 
 def _lengthened(value: Any, dim: int) -> Any:
@@ -194,7 +203,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
     """Copies of the tensors, so that a network that works in place does not change the user's."""
     leaves, form = tree_flatten(batch)
     return tree_unflatten([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)

@@ -1,14 +1,14 @@
 """Removing units: from a masked network to a smaller dense one that is checked to compute the same."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -19,7 +19,7 @@ from shaver.pruning.masks import Hold
 from shaver.selection import take
 from shaver.structure.folded_bias import folded_biases, readers_of, recording
 from shaver.structure.groups import Groups, Kept, check_groups, mask_units, remaining, tensors_of
-from shaver.structure.inputs import VariedInputs, check_example, check_network
+from shaver.structure.inputs import VariedInputs, check_example, check_network, copied
 from shaver.structure.record import RemovalRecord, output_dim, resize, under_all_names
 from shaver.structure.training_state import TrainingState
 
@@ -140,14 +140,17 @@ class _Trial:
         mask: bool,
         tolerance: float | None,
     ) -> None:
-        self.model, self.groups, self.kept, self.inputs = model, groups, kept, [example]
-        self.forward, self.mask, self.tolerance = forward, mask, tolerance
+        self.model, self.groups, self.kept = model, groups, kept
+        self.inputs, self.varied = [example], VariedInputs(model, forward, example)
+        self.mask, self.tolerance = mask, tolerance
+        # A network that works in place must not change the inputs.
+        self.forward: Callable[[nn.Module, Any], Any] = lambda network, batch: forward(network, copied(batch))
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     def passed(self) -> Removal:
         """The small network, or an error that says where it differs."""
         self.run_whole()
-        self.inputs += VariedInputs(self.model, self.forward, self.inputs[0]).draws(DRAWS)
+        self.inputs += self.varied.draws(DRAWS)
         try:
             small = self.attempt(self.kept, self.dtype)
             limit = self.limit(self.dtype)
@@ -191,6 +194,7 @@ class _Trial:
         copy, inputs = deepcopy(self.model), self.inputs
         if dtype != self.dtype:
             copy, inputs = copy.to(dtype), [tree_map(lambda v: _in(dtype, v), batch) for batch in inputs]
+        self.copy = copy
         if self.mask:
             mask_units(copy, self.groups, kept).apply_(copy)
         readers = readers_of(copy, self.groups, kept)
@@ -216,44 +220,20 @@ class _Trial:
         """Which groups alone fail, and at which layer."""
         lines = []
         for name, keep in self.kept.items():
-            at = _Position()
+            entered: list[nn.Module] = []
+            hook = register_module_forward_pre_hook(lambda module, _, entered=entered: entered.append(module))  # type: ignore[misc]
             try:
-                with at.following(self):
-                    difference = self.attempt({name: keep}, self.dtype).difference
+                difference = self.attempt({name: keep}, self.dtype).difference
                 limit = max(self.limit(self.dtype), 1e-4 if self.dtype != torch.float64 else 0.0)
                 if difference > limit:
                     lines.append(f"group {name!r} alone: outputs differ by {difference:.2g}")
             except (CompactionError, RuntimeError, IndexError, TypeError, ValueError) as error:
-                lines.append(f"group {name!r} alone fails at {at.layer!r}: {_first_line(error)}")
-        return (" " + "; ".join(lines[:3]) + ".") if lines else ""
-
-
-class _Position:
-    """Remembers which layer was entered last, to say where a forward pass broke."""
-
-    def __init__(self) -> None:
-        self.layer = "the input"
-
-    @contextmanager
-    def following(self, trial: _Trial) -> Iterator[None]:
-        inner = trial.forward
-
-        def forward(model: nn.Module, example: Any) -> Any:
-            def note(name: str) -> Any:
-                return lambda *_: setattr(self, "layer", name or type(model).__name__)
-
-            handles = [m.register_forward_pre_hook(note(name)) for name, m in model.named_modules()]
-            try:
-                return inner(model, example)
+                names = {module: of for of, module in self.copy.named_modules()}
+                layer = next((names[module] for module in reversed(entered) if module in names), "the input")
+                lines.append(f"group {name!r} alone fails at {layer!r}: {_first_line(error)}")
             finally:
-                for handle in handles:
-                    handle.remove()
-
-        trial.forward = forward
-        try:
-            yield
-        finally:
-            trial.forward = inner
+                hook.remove()
+        return (" " + "; ".join(lines[:3]) + ".") if lines else ""
 
 
 def _outputs(result: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ from shaver.naming import check_name
 from shaver.structure.arrivals import Arrivals
 from shaver.structure.coupling import Coupling
 from shaver.structure.groups import Group, Groups, Kind, Role, Slice
-from shaver.structure.inputs import VariedInputs, check_example, check_network, short
+from shaver.structure.inputs import VariedInputs, check_example, check_network, copied, short
 from shaver.structure.layers import Axis, Layer, packed_heads
 from shaver.structure.probe import Probe
 
@@ -68,10 +68,14 @@ def find_groups(
     wanted = {check_name("kind of group", kind, get_args(Kind)) for kind in kinds} if kinds is not None else None
     check_network(model)
     example = check_example(example, forward)
-    run = forward or _forward
+    inner = forward or _forward
+
+    def run(network: nn.Module, batch: Any) -> Tensor:
+        return inner(network, copied(batch))  # a network that works in place must not change the inputs
+
     with evaluating(model):
         batch = _accepted(model, run, example)
-        drawn = VariedInputs(model, run, batch).draws(2) or [batch]
+        drawn = VariedInputs(model, inner, batch).draws(2) or [batch]
         with Probe(model, lambda given: run(model, given), drawn[0], seconds) as probe:
             arrivals = Arrivals(probe)
             coupling = Coupling(arrivals, residual)
