@@ -94,6 +94,11 @@ FAMILIES: dict[str, tuple[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]
         built("MistralForCausalLM", transformers.MistralConfig(**_LLAMA)),
         {"intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
     ),
+    "phi3": (
+        "AutoModelForCausalLM",
+        built("Phi3ForCausalLM", transformers.Phi3Config(**_LLAMA)),
+        {"intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
     "vit": (
         "AutoModelForImageClassification",
         _images,
@@ -154,6 +159,8 @@ def test_plain_transformers_opens_the_small_model_and_computes_the_same(name: st
     config = json.loads((folder / "config.json").read_text())
     wanted = FAMILIES[name][2]
     assert {key: config[key] for key in wanted} == wanted
+    inner = [module.config for module in small.modules() if hasattr(module, "config")]
+    assert all(getattr(own, key) == value for own in inner for key, value in wanted.items() if hasattr(own, key))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "mistral", "t5"])
@@ -189,6 +196,17 @@ def test_free_widths_are_stored_by_shaver_and_save_pretrained_says_so(tmp_path: 
     again = shaver.load(tmp_path / "own", lambda: type(model)(config)).eval()
     with torch.no_grad():
         torch.testing.assert_close(again(**inputs).logits, small(**inputs).logits)
+
+
+def test_a_model_without_a_head_is_compacted_and_opened(tmp_path: Path) -> None:
+    model, inputs = FAMILIES["bert"][1]()
+    small = shaver.compact(model.bert, inputs, criterion="magnitude", sparsity=0.5)
+    small.save_pretrained(tmp_path)
+    again = transformers.BertModel.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected = small(**inputs).last_hidden_state
+        torch.testing.assert_close(again(**inputs).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
+    assert again.config.intermediate_size == 12
 
 
 def test_every_layer_keeps_the_same_widths_also_when_all_units_compete() -> None:

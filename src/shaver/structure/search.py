@@ -96,7 +96,9 @@ def find_groups(
 
 
 def _forward(model: nn.Module, batch: Any) -> Tensor:
-    return outputs_in(call(model, batch))
+    result = call(model, batch)
+    hidden = getattr(result, "last_hidden_state", None)  # a transformers model without a head
+    return hidden if isinstance(hidden, Tensor) else outputs_in(result)
 
 
 def _accepted(model: nn.Module, run: Forward, example: Any) -> Any:

@@ -96,13 +96,28 @@ def refit_config(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selec
         return
     old: Any = model.config
     config = next((one for one in _configs(model, shapes, kept) if _builds(type(model), one, model)), None)
-    for module in model.modules():
-        if config is not None and vars(module).get("config") is old:
-            module.config = config
+    owned = [
+        vars(module).get("config") for module in model.modules()
+    ]  # kept alive, so that every id stays one object's
+    new: dict[int, Any] = {} if config is None else {id(old): config}
+    for module, own in zip(model.modules(), owned, strict=True):
+        if config is not None and own is not None:
+            if id(own) not in new:  # T5 keeps copies for its encoder and decoder
+                new[id(own)] = _following(own, old, config)
+            module.config = new[id(own)]
         if is_pretrained(module):
             vars(module).pop("save_pretrained", None)
             if config is None:
                 setattr(module, "save_pretrained", partial(_refused, type(module).__name__))  # noqa: B010
+
+
+def _following(own: Any, old: Any, new: Any) -> Any:
+    """Another configuration inside a model, with the entries that changed from ``old`` to ``new``."""
+    copy, before = deepcopy(own), old.to_dict()
+    for key, value in new.to_dict().items():
+        if before.get(key) != value and key in copy.to_dict():
+            setattr(copy, key, value)
+    return copy
 
 
 def opens(model: nn.Module) -> bool:
@@ -125,7 +140,7 @@ def _refused(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _configs(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selection) -> Iterator[Any]:
-    """Configurations that may build the model: its heads as they are, every possible assignment of hidden widths."""
+    """Configurations that may build the model: with its heads or the old ones, and possible hidden widths."""
     old: Any = model.config
     base = deepcopy(old)
     heads = {heads_of(module) for module in model.modules()} - {None}
@@ -143,8 +158,8 @@ def _configs(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selection
             width = width or 4 * old.hidden_size  # GPT-2's None
         if isinstance(width, int):
             widths[name] = [*sorted(left for before, left in cuts if before == width), width][:4]
-    for sizes in product(*widths.values()):
-        config = deepcopy(base)
+    for start, *sizes in product((base, old), *widths.values()):
+        config = deepcopy(start)
         for name, size in zip(widths, sizes, strict=True):
             setattr(config, name, size)
         yield config
