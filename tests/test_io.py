@@ -186,7 +186,7 @@ def test_names_that_meet_in_one_path_do_not_overwrite_each_other(tmp_path):
 def test_a_folder_that_is_a_file_is_named(tmp_path):
     (tmp_path / "notes").write_text("precious")
     for place in ("notes/a.json", "notes/deeper/a.json"):
-        with pytest.raises(NotADirectoryError, match=r"this is a file, and a folder is needed: '.*notes'"):
+        with pytest.raises(NotADirectoryError, match=r"this is a file, but a folder is needed: '.*notes'"):
             io.write_json(tmp_path / place, 1)
     assert (tmp_path / "notes").read_text() == "precious"
     with pytest.raises(TypeError, match="is given by its path, not by 3"):
@@ -227,7 +227,7 @@ def test_every_flipped_bit_of_a_state_is_noticed(tmp_path):
     assert set(taken) <= {" "}
 
 
-def test_a_state_that_was_written_by_something_else_is_refused(tmp_path):
+def test_a_state_that_another_program_wrote_is_refused(tmp_path):
     for state in (
         '{"$tensor": "missing"}',
         '{"$evil": 1}',
@@ -237,5 +237,5 @@ def test_a_state_that_was_written_by_something_else_is_refused(tmp_path):
         "{",
     ):
         io.save_tensors(tmp_path / "odd", {}, {"state": state, "sha256": io.digest({}, state)})
-        with pytest.raises(ValueError, match="written by something else"):
+        with pytest.raises(ValueError, match="another program wrote it"):
             io.load_state(tmp_path / "odd")

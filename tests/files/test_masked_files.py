@@ -161,7 +161,7 @@ def test_damaged_and_foreign_folders_are_named(tmp_path):
             load(tmp_path, lenet)
 
     weights.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-    expect("its contents are not what")
+    expect("its contents do not match")
     weights.write_bytes(content[:-7])
     expect("not a readable safetensors file")
     weights.unlink()
@@ -169,7 +169,7 @@ def test_damaged_and_foreign_folders_are_named(tmp_path):
     weights.write_bytes(content)
     wrong = {"shape": "7x7", "type": "float32", "code": "bits"}
     for change, message in [
-        ({"format": "other"}, "written by something else"),
+        ({"format": "other"}, "another program wrote it"),
         ({"version": 9}, "version 9 .* a newer shaver wrote it"),
         ({"tensors": None}, "is damaged: one of"),
         ({"tensors": plan["tensors"] | {"0.weight": wrong}}, "damaged at '0.weight': a bit mask of the wrong length"),
@@ -253,7 +253,7 @@ def test_each_code_has_its_place():
     ("code", "where", "message"),
     [
         ("bits", torch.zeros(9, dtype=torch.uint8), "wrong length"),
-        ("gaps", torch.tensor([3, 255], dtype=torch.uint8), "end in the middle"),
+        ("gaps", torch.tensor([3, 255], dtype=torch.uint8), "incomplete gaps"),
         ("gaps", torch.tensor([3, 99], dtype=torch.uint8), "outside the tensor"),
         ("indices", torch.tensor([5, 2], dtype=torch.int32), "out of order"),
         ("indices", torch.tensor([1], dtype=torch.int32), "2 values for 1 positions"),

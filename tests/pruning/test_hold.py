@@ -101,7 +101,7 @@ def test_masks_in_force_can_be_exchanged():
     hold.update(tighter)
     train(model, optimizer, x, y)
     assert regrown(model, tighter) == 0
-    with pytest.raises(ValueError, match="name other parameters"):
+    with pytest.raises(ValueError, match="have other parameters"):
         hold.update(Masks({"0.weight": masks["0.weight"]}))
     with pytest.raises(ValueError, match="another model"):
         hold.update(Masks(dict(masks) | {"0.weight": torch.ones(1, dtype=torch.bool)}))

@@ -77,7 +77,7 @@ def test_layer_scope_and_limits_reach_the_ranking(model):
         ({"sparsity": 0.9, "scope": "2:4"}, "fixes the sparsity at 0.5"),
         ({"sparsity": "auto", "scope": "2:4"}, "fixes the sparsity at 0.5"),
         ({"scope": "4:2"}, "must keep fewer"),
-        ({"scope": "2:4", "minimum": 3}, "do not go with it"),
+        ({"scope": "2:4", "minimum": 3}, "leave out cap, minimum and max_drop"),
         ({"sparsity": "auto"}, "pass posterior=…"),
         ({"sparsity": 0.5, "max_drop": 0.1}, "needs validation data"),
         ({"sparsity": 0.5, "valid": []}, "only used with max_drop"),

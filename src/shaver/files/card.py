@@ -1,4 +1,4 @@
-"""A model card from a run: what the network is, its numbers in a table, its figures, and how to load it."""
+"""A model card: what the network is, its results in a table, its figures, and how to load it."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ FIGURES = "figures"
 
 @dataclass(frozen=True)
 class Card:
-    """The parts of a card; :meth:`write` puts it, with its figures, into a hub's folder.
+    """The parts of a model card; :meth:`write` writes it, with its figures, into a hub folder.
 
     Example:
         >>> card = Card("LeNet, 98 % sparse", rows=[{"sparsity": 0.98, "accuracy": 0.989}], figures=["curve.svg"])
@@ -23,13 +23,13 @@ class Card:
 
     Attributes:
         title: The heading.
-        summary: A paragraph: what it was trained on and how it was pruned.
-        rows: The numbers, one dict per row; a column that some rows lack stays empty there.
+        summary: One paragraph: the training data and how the network was pruned.
+        rows: The results, one dict per row. A value that a row lacks stays empty.
         figures: SVG or PNG files; they are copied.
-        training: Facts of the run, such as epochs, learning rate, prior, seconds.
-        usage: Code that loads the network; None is :func:`shaver.load` with a factory.
-        license: An SPDX name such as ``"apache-2.0"``; None leaves it unsaid.
-        base_model: What was fine-tuned, by its hub name.
+        training: Facts about the run, such as epochs, learning rate, prior and seconds.
+        usage: Code that loads the network. Default: :func:`shaver.load` with a factory.
+        license: An SPDX name such as ``"apache-2.0"``. Default: the card names none.
+        base_model: Hub name of the network that was fine-tuned.
         datasets: Hub names of the data.
         tags: Further tags.
     """
@@ -46,7 +46,7 @@ class Card:
     tags: Sequence[str] = ()
 
     def text(self) -> str:
-        """The card in Markdown with the hub's metadata in front."""
+        """The card in Markdown, with the hub's metadata at the top."""
         parts = [self._metadata(), f"# {self.title}"]
         if self.summary:
             parts.append(self.summary)
@@ -61,11 +61,11 @@ class Card:
         return "\n\n".join(parts) + "\n"
 
     def write(self, folder: str | Path) -> Path:
-        """Write ``README.md`` and copy the figures beside it."""
+        """Write ``README.md`` and copy the figures into the same folder."""
         target = Path(folder)
         missing = [str(figure) for figure in self.figures if not Path(figure).is_file()]
         if missing:
-            raise FileNotFoundError(f"the card's figure {missing[0]!r} is not there.")
+            raise FileNotFoundError(f"the card's figure {missing[0]!r} does not exist.")
         for figure in self.figures:
             (target / FIGURES).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(figure, target / FIGURES / Path(figure).name)
@@ -73,7 +73,7 @@ class Card:
         return target / README
 
     def _metadata(self) -> str:
-        """YAML; JSON's strings and lists are YAML's too."""
+        """The metadata in YAML; strings and lists in JSON are valid YAML."""
         entries: dict[str, Any] = {"library_name": "shaver"}
         if self.license:
             entries["license"] = self.license
@@ -94,7 +94,7 @@ model = shaver.load("this folder", factory=...)   # the constructor of the origi
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a Markdown table; numbers with four digits."""
+    """Rows as a Markdown table, with numbers to four digits."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(_words(row.get(name, "")) for name in columns) + " |" for row in rows]

@@ -1,7 +1,7 @@
-"""Checkpoints: one atomic file per epoch, the last two kept, with everything that a run needs to continue exactly.
+"""Checkpoints: one atomic file per epoch, with everything needed to resume exactly. The last two are kept.
 
-``checkpoint-00007.safetensors`` is the state after epoch 7. The file appears complete or not at all, and the one
-before it is removed only when two newer ones exist, so a kill or a full disk at any moment leaves a good one.
+``checkpoint-00007.safetensors`` is the state after epoch 7. A file appears only when it is complete, and an older one
+is removed only when two newer ones exist. So a kill or a full disk at any moment leaves a good checkpoint.
 """
 
 import warnings
@@ -12,12 +12,12 @@ from shaver.io import load_state, save_state
 
 _PATTERN = "checkpoint-*.safetensors"
 _KEEP = 2
-#: What a finished SpaM run leaves beside its checkpoints.
+#: The posterior that a finished SpaM run writes into the same folder.
 POSTERIOR = "posterior.safetensors"
 
 
 def save_checkpoint(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
-    """Write the state after ``epoch``, then remove what is older than the one before."""
+    """Write the state after ``epoch``, then remove all but the last two checkpoints."""
     path = folder / f"checkpoint-{epoch:05d}.safetensors"
     save_state(path, state)
     for old in sorted(folder.glob(_PATTERN))[:-_KEEP]:
@@ -29,10 +29,10 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest readable checkpoint of a folder, or ``None`` if it has none.
 
     Raises:
-        ValueError: There are checkpoints and none can be read.
+        ValueError: There are checkpoints, but none can be read.
 
     Warns:
-        UserWarning: A newer one is damaged.
+        UserWarning: A newer checkpoint is damaged.
     """
     errors = []
     for path in sorted(folder.glob(_PATTERN), reverse=True):
@@ -42,7 +42,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             errors.append(str(error))
             continue
         if errors:
-            warnings.warn(f"{' '.join(errors)} {path.name}, the one before it, is used instead.", stacklevel=3)
+            warnings.warn(f"{' '.join(errors)} The older {path.name} is used instead.", stacklevel=3)
         return path, state
     if errors:
         raise ValueError("no checkpoint can be read: " + " ".join(errors) + " Pass resume=False to start anew.")
@@ -50,7 +50,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def clear(folder: Path, *, checkpoints: bool) -> None:
-    """Remove half-written files of a killed run and, if asked, its checkpoints and posterior."""
+    """Remove incomplete files of a killed run and, with ``checkpoints``, its checkpoints and posterior."""
     for pattern in (".checkpoint-*.part", f".{POSTERIOR}.*.part"):
         for leftover in folder.glob(pattern):
             leftover.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Sparse tensors as bytes: where the values are, in the shortest of four codes, and the values themselves."""
+"""Sparse tensors as bytes: the positions of the values in the shortest of four codes, and the values."""
 
 from collections.abc import Mapping
 
@@ -7,24 +7,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: A gap byte of this value means "255 further, and read on".
+#: A gap byte of this value means: skip 255 entries and add the next byte.
 _ESCAPE = 255
 
 CODES = ("dense", "bits", "gaps", "indices")
 
 
 def encode(tensor: Tensor, mask: Tensor | None = None) -> tuple[str, dict[str, Tensor]]:
-    """The shortest code of a tensor, by name, and its parts.
+    """The name of the shortest code for a tensor, and its parts.
 
-    - ``dense``: ``values`` alone, as they are.
-    - ``bits``: ``where`` has one bit per entry, ``values`` the entries that are present.
-    - ``gaps``: ``where`` has a byte for the distance to the next entry present (more for long gaps).
+    - ``dense``: only ``values``, uncompressed.
+    - ``bits``: ``where`` has one bit per entry; ``values`` has the stored entries.
+    - ``gaps``: ``where`` has one byte per stored entry, the distance from the previous one (more bytes for long gaps).
     - ``indices``: ``where`` has the positions as 32-bit (or 64-bit) integers.
 
     Args:
-        tensor: Any tensor; complex and quantised ones are kept dense.
-        mask: Entries to keep as present, zero or not. Default: every entry that is not +0, bit by bit, so that −0 and
-            NaN survive.
+        tensor: Any tensor; complex and quantised tensors are stored dense.
+        mask: The entries to store, zero or not. Default: every entry whose bits differ from +0, so that −0 and NaN are
+            restored too.
     """
     dense = {"values": tensor.detach().cpu().contiguous()}
     present = _present(dense["values"]) if mask is None else mask.cpu().reshape(-1).numpy()
@@ -46,7 +46,7 @@ def encode(tensor: Tensor, mask: Tensor | None = None) -> tuple[str, dict[str, T
 
 
 def decode(code: str, parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """The tensor, and where its entries are present (``None`` for dense).
+    """The tensor, and a mask of its stored entries (``None`` for dense).
 
     Raises:
         ValueError: The parts do not fit the shape, or each other.
@@ -81,7 +81,7 @@ def decode(code: str, parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[T
 
 
 def _present(values: Tensor) -> NDArray[np.bool_] | None:
-    """Which entries differ from +0 in any bit; ``None`` where that cannot be told."""
+    """A mask of the entries that differ from +0 in any bit; ``None`` for types without bit access."""
     if values.is_complex() or values.is_quantized or values.numel() == 0:
         return None
     size = values.element_size()
@@ -91,7 +91,7 @@ def _present(values: Tensor) -> NDArray[np.bool_] | None:
 
 
 def _to_gaps(positions: NDArray[np.intp]) -> NDArray[np.uint8]:
-    gaps = np.diff(positions, prepend=-1) - 1  # how many absent entries come before each one
+    gaps = np.diff(positions, prepend=-1) - 1  # number of entries between each stored entry and the previous one
     ends = np.cumsum(gaps // _ESCAPE + 1) - 1
     coded = np.full(int(ends[-1]) + 1 if len(ends) else 0, _ESCAPE, dtype=np.uint8)
     coded[ends] = gaps % _ESCAPE
@@ -100,8 +100,8 @@ def _to_gaps(positions: NDArray[np.intp]) -> NDArray[np.uint8]:
 
 def _from_gaps(coded: NDArray[np.uint8]) -> NDArray[np.intp]:
     if coded.dtype != np.uint8 or (len(coded) and coded[-1] == _ESCAPE):
-        raise ValueError("gaps that end in the middle")
+        raise ValueError("incomplete gaps")
     ends = np.flatnonzero(coded != _ESCAPE)
-    passed = np.cumsum(coded, dtype=np.int64)[ends]  # absent entries before each present one
+    passed = np.cumsum(coded, dtype=np.int64)[ends]  # entries not stored before each stored one
     positions: NDArray[np.intp] = passed + np.arange(len(ends))
     return positions

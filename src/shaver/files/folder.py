@@ -1,10 +1,10 @@
-"""The folder of a masked or compact network: only what is left is stored, and loading restores every bit.
+"""The folder of a masked or compact network: only the kept weights are stored, and loading restores every bit.
 
-A folder holds ``plan.json`` (format, version, and how each tensor is coded) and one safetensors file named after its
-contents. The plan is written last and atomically, so that a folder always holds one complete network: the new or the
-old one. Nothing is pickled; the network is rebuilt by the caller's own constructor. For a network of :mod:`shaver.zoo`
-the plan says how it is built. For a compact network it also says which positions of which tensors stayed, so that the
-constructor's network of the original shapes can be made as small.
+A folder holds ``plan.json`` (format, version, and the code of each tensor) and one safetensors file named after its
+contents. The plan is written last and atomically, so a folder always holds one complete network, the new or the old
+one. Nothing is pickled; the caller's own constructor rebuilds the network. For a network of :mod:`shaver.zoo` the plan
+says how it is built. For a compact network the plan also has the kept positions of each tensor, so that the network of
+the original shapes can be made smaller.
 """
 
 import os
@@ -21,14 +21,14 @@ from shaver.files.network import StoredNetwork, construction, in_words, removed_
 from shaver.io import as_path, check_folder, digest, load_tensors, read_json, save_tensors, write_json
 from shaver.pruning.masks import Masks
 
-#: Version 2 knows compact networks. A network that is only masked is still written as version 1.
+#: Version 2 supports compact networks. A network that is only masked is still written as version 1.
 FORMAT, VERSION, PLAN = "shaver.masked", 2, "plan.json"
 
 _PARTS = {code: ("values",) if code == "dense" else ("where", "values") for code in CODES}
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, Tensor] | None = None) -> Path:
-    """Write a pruned network, masked or compact. Zeros cost almost nothing, removed units nothing.
+    """Write a pruned network, masked or compact. Zeros need almost no space, and removed units none.
 
     Example:
         >>> import tempfile
@@ -43,11 +43,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, T
         True
 
     Args:
-        model: The network; parameters and buffers are stored, in their own types. A compact network carries the plan
-            of what was removed from it as an attribute, and so do its copies and networks of which it is a part.
-        folder: Created if it does not exist. An earlier network in it is replaced; other files are left alone.
-        masks: Store these masks too, so that :func:`load_masks` gives them back even where a kept weight is zero.
-            By default every nonzero weight counts as kept.
+        model: The network; parameters and buffers are stored in their own types. A compact network has the record of
+            what was removed from it as an attribute. So do its copies, and networks that contain it.
+        folder: Created if it does not exist. An earlier network in it is replaced; other files do not change.
+        masks: Also store these masks, so that :func:`load_masks` returns them even if a kept weight is zero.
+            Default: every nonzero weight counts as kept.
 
     Returns:
         The folder.
@@ -83,7 +83,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, T
 
 
 def _earlier_weights(folder: Path) -> str | None:
-    """The weights' file of the network that is in a folder; its own files alone are replaced."""
+    """The weights file of the network in a folder; no other file is replaced."""
     try:
         return str(_plan(folder)["weights"])
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def read_saved(folder: Path) -> StoredNetwork:
 
     Raises:
         FileNotFoundError: The folder holds no plan, or not the weights it names.
-        ValueError: A file is damaged or foreign.
+        ValueError: A file is damaged, or another program wrote it.
     """
     plan = _plan(folder)
     weights = {name: tensor for name, (tensor, _) in _decoded(folder, plan).items()}
@@ -103,11 +103,11 @@ def read_saved(folder: Path) -> StoredNetwork:
 
 
 def load_masks(folder: str | os.PathLike[str]) -> Masks:
-    """The masks stored with the network; without any, the nonzero weights of its sparsely coded tensors.
+    """The masks stored with the network; if there are none, the nonzero weights of its sparsely coded tensors.
 
     Raises:
         FileNotFoundError: The folder holds no plan, or not the weights it names.
-        ValueError: A file is damaged or foreign.
+        ValueError: A file is damaged, or another program wrote it.
     """
     place = as_path(folder)
     plan = _plan(place)
@@ -116,7 +116,7 @@ def load_masks(folder: str | os.PathLike[str]) -> Masks:
     masks = {}
     for name in chosen:
         if name not in decoded:
-            raise ValueError(f"{folder} is damaged: there is a mask for {name!r} and no such tensor.")
+            raise ValueError(f"{folder} is damaged: there is a mask for {name!r} but no such tensor.")
         tensor, present = decoded[name]
         masks[name] = present if present is not None else torch.ones(tensor.shape, dtype=torch.bool)
     return Masks(masks)
@@ -136,10 +136,10 @@ def _plan(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} holds no saved network: there is no {PLAN} in it.")
     plan = read_json(folder / PLAN)
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
-        raise ValueError(f"{folder / PLAN} is not the plan of a pruned network; it was written by something else.")
+        raise ValueError(f"{folder / PLAN} is not the plan of a pruned network; another program wrote it.")
     if plan.get("version") not in range(1, VERSION + 1):
         raise ValueError(
-            f"{folder} has version {plan.get('version')} of the format and this shaver reads up to version {VERSION}; "
+            f"{folder} has version {plan.get('version')} of the format, but this shaver reads up to version {VERSION}; "
             "a newer shaver wrote it: pip install --upgrade shaver."
         )
     keys = {"weights": str, "sha256": str, "masks": list, "tensors": dict}
@@ -150,13 +150,13 @@ def _plan(folder: Path) -> dict[str, Any]:
 
 
 def _decoded(folder: Path, plan: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Every tensor, and which of its entries are present (``None`` for dense ones)."""
+    """Every tensor, and a mask of its stored entries (``None`` for dense ones)."""
     file = folder / plan["weights"]
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is incomplete: {file.name}, which {PLAN} names, is not there.")
+        raise FileNotFoundError(f"{folder} is incomplete: {file.name}, which {PLAN} names, does not exist.")
     tensors = load_tensors(file)
     if digest(tensors) != plan["sha256"]:
-        raise ValueError(f"{file} is damaged: its contents are not what {PLAN} says.")
+        raise ValueError(f"{file} is damaged: its contents do not match the checksum in {PLAN}.")
     decoded: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, entry in plan["tensors"].items():
         try:

@@ -1,6 +1,6 @@
 """Pruned and compact networks in the folder format of model hubs: ``config.json``, ``model.safetensors``, a card.
 
-Local folders are all that is needed; a hub is asked only when a name that is no folder is given.
+Local folders are enough; a hub is contacted only for a name that is not a folder.
 """
 
 import os
@@ -26,22 +26,22 @@ def write_folder(
     card: Card | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a network as a hub expects it, masked or compact. :func:`shaver.load` reads it back.
+    """Write a masked or compact network in the format of a hub. :func:`shaver.load` reads it.
 
     Example:
         >>> write_folder(small, "small-bert", card=Card("Small BERT", rows=rows, figures=["curve.svg"]))
         >>> again = shaver.load("small-bert", factory=lambda: BertModel(config))
 
-    ``config.json`` is the model's own configuration where it has one (transformers); ``model.safetensors`` has every
-    tensor under its name, tied ones once; ``shaver.json`` says what was removed, so that the original constructor's
-    network can be made as small; ``README.md`` is the card. A transformers model whose configuration can say its new
-    widths is also read by ``from_pretrained(folder)``.
+    ``config.json`` is the model's own configuration, if it has one (transformers). ``model.safetensors`` has every
+    tensor under its name, tied tensors once. ``shaver.json`` records what was removed, so that a network of the
+    original shapes can be made smaller. ``README.md`` is the card. ``from_pretrained(folder)`` also reads a
+    transformers model whose configuration can express its new widths.
 
     Args:
         model: The network.
         folder: Created if it does not exist.
-        card: The model card; None writes none.
-        config: Entries for ``config.json`` beside the model's own.
+        card: The model card. Default: none.
+        config: Entries for ``config.json`` in addition to the model's own.
     """
     check_network(model, "write_folder")
     target = check_folder(folder)
@@ -65,20 +65,20 @@ def read_hub_folder(source: Path) -> StoredNetwork:
     """Read what :func:`write_folder` wrote.
 
     Raises:
-        FileNotFoundError: The folder is not there or not complete.
-        ValueError: It is damaged, or was written by something else.
+        FileNotFoundError: The folder does not exist or is not complete.
+        ValueError: The folder is damaged, or another program wrote it.
     """
     for name in (PLAN, WEIGHTS):
         if not (source / name).is_file():
-            raise FileNotFoundError(f"{source} holds no network of shaver's in a hub's format: there is no {name}.")
+            raise FileNotFoundError(f"{source} holds no network that shaver wrote for a hub: there is no {name}.")
     plan = read_json(source / PLAN)
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
-        raise ValueError(f"{source / PLAN} was written by something else.")
+        raise ValueError(f"{source / PLAN} does not describe a hub folder of shaver; another program wrote it.")
     if plan.get("version") != VERSION:
         raise ValueError(f"{source} has version {plan.get('version')} of the format; this shaver reads {VERSION}.")
     weights = load_tensors(source / WEIGHTS)
     if digest(weights) != plan.get("sha256"):
-        raise ValueError(f"{source / WEIGHTS} is damaged: its contents are not what {PLAN} says.")
+        raise ValueError(f"{source / WEIGHTS} is damaged: its contents do not match the checksum in {PLAN}.")
     same = plan.get("tied")
     if not isinstance(same, dict) or not all(first in weights for first in same.values()):
         raise ValueError(f"{source / PLAN} is damaged: its tied weights are not in {WEIGHTS}.")
@@ -89,10 +89,12 @@ def read_hub_folder(source: Path) -> StoredNetwork:
 def push(folder: str | os.PathLike[str], name: str, *, private: bool = True, message: str = "Upload") -> str:
     """Upload a folder that :func:`write_folder` wrote to the hub, as ``name`` (``"owner/model"``). Returns its address.
 
-    The credentials are huggingface_hub's own affair: ``hf auth login``.
+    huggingface_hub manages the credentials: ``hf auth login``.
     """
     if not (Path(folder) / PLAN).is_file():
-        raise FileNotFoundError(f"{folder} holds no network to push: there is no {PLAN}; write_folder(model, …) first.")
+        raise FileNotFoundError(
+            f"{folder} holds no network to push: there is no {PLAN}; call write_folder(model, …) first."
+        )
     api = _hub().HfApi()
     address = str(api.create_repo(name, private=private, exist_ok=True))
     api.upload_folder(folder_path=str(folder), repo_id=name, commit_message=message)
@@ -100,7 +102,7 @@ def push(folder: str | os.PathLike[str], name: str, *, private: bool = True, mes
 
 
 def pull(name: str, factory: Factory | None = None, *, revision: str | None = None) -> nn.Module:
-    """A network from the hub, or from a local folder where ``name`` is one."""
+    """Load a network from the hub, or from a local folder if ``name`` is one."""
     folder = name if Path(name).is_dir() else _hub().snapshot_download(name, revision=revision)
     return read_hub_folder(Path(folder)).rebuild(factory)
 

@@ -1,4 +1,4 @@
-"""A stored network: its weights, and what its file says about building it. Every format is read into one."""
+"""A stored network: its weights and how to build it. Every format is read into this one class."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -14,7 +14,7 @@ from shaver.structure.groups import tensors_of
 from shaver.structure.record import RemovalRecord, removal_record, resize, shapes_after
 from shaver.zoo.network import Network
 
-#: How a caller says what network to build: a function such as the class itself, or a network to load into.
+#: How a caller names the network to build: a function, such as the class itself, or a network to load into.
 Factory = Callable[[], nn.Module] | nn.Module
 
 _Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -25,11 +25,11 @@ class StoredNetwork:
     """The contents of a file or folder.
 
     Attributes:
-        source: Where it was read, for error messages.
-        weights: Every tensor of the state dict; a tied one under each of its names.
+        source: The file or folder, for error messages.
+        weights: Every tensor of the state dict; a tied tensor under each of its names.
         network: Name and options of the network, for :func:`shaver.zoo.rebuild`.
-        removed: What was removed from the network that its constructor builds.
-        posterior: The file of the posterior, if it was trained by SpaM.
+        removed: The record of what was removed from the network that its constructor builds.
+        posterior: The file of the posterior, if SpaM trained the network.
         config: The settings of the run that trained it.
         likelihood: The state of its likelihood.
     """
@@ -46,16 +46,16 @@ class StoredNetwork:
         """Build the network and fill it with the stored weights.
 
         Args:
-            factory: Builds the network with its original shapes; or a network to load into, of the original shapes or
-                as small as the stored one, which is left as it was if anything does not fit.
+            factory: A function that builds the network with its original shapes; or a network to load into, with the
+                original shapes or those of the stored network. It does not change if anything does not fit.
 
         Raises:
-            ValueError: Nothing says how to build the network, or it has other names or shapes.
+            ValueError: It is not known how to build the network, or its names or shapes differ.
         """
         if factory is None and self.network is None:
             raise ValueError(
-                f"{self.source} holds weights and not how their network is built: pass factory=… in Python, or "
-                "pass --factory package.module:function (for a network of the zoo, say, --factory shaver.zoo:LeNet)."
+                f"{self.source} holds weights but not how to build their network: pass factory=… in Python, or "
+                "--factory package.module:function on the command line (such as --factory shaver.zoo:LeNet)."
             )
         model = self._built() if factory is None else factory if isinstance(factory, nn.Module) else _made(factory)
         weights, resized = self._fitting(model)
@@ -69,7 +69,7 @@ class StoredNetwork:
         return model
 
     def _built(self) -> nn.Module:
-        """The network that the file names, if it is as large as the weights: a file must not ask for all memory."""
+        """The network that the file names, if its size fits the weights: a file must not fill the memory."""
         assert self.network is not None
         try:
             with torch.device("meta"):
@@ -80,10 +80,10 @@ class StoredNetwork:
             raise ValueError(f"{self.source} names a network that cannot be built: {error}") from error
 
     def _fitting(self, model: nn.Module) -> tuple[Mapping[str, Tensor], bool]:
-        """The weights by the network's own names, and whether it has to be made smaller for them.
+        """The weights by the network's own names, and whether the network must be made smaller for them.
 
         Raises:
-            ValueError: They do not fit.
+            ValueError: The weights do not fit.
         """
         weights = _without_wrappers(self.weights, model)
         own = _layout(model.state_dict())
@@ -97,7 +97,7 @@ class StoredNetwork:
         return weights, resized
 
     def _check(self, model: nn.Module, own: _Layout, weights: Mapping[str, Tensor]) -> None:
-        """Refuse weights that do not fit in every name and shape; precisions may differ, kinds of numbers may not."""
+        """Refuse weights whose names or shapes do not fit. Precisions may differ; integers and floats may not mix."""
         wrong = [f"{name!r} is missing in the file" for name in own if name not in weights]
         wrong += [f"{name!r} is unknown to the network" for name in weights if name not in own]
         for name, tensor in weights.items():
@@ -115,7 +115,7 @@ class StoredNetwork:
 
 def _made(factory: Callable[[], nn.Module]) -> nn.Module:
     if not callable(factory):
-        raise TypeError(f"factory is a function that builds the network, or a network, not {factory!r}.")
+        raise TypeError(f"factory must be a function that builds the network, or a network, not {factory!r}.")
     model = factory()
     if not isinstance(model, nn.Module):
         raise TypeError(f"factory() returned a {type(model).__name__}, not a torch.nn.Module.")
@@ -123,7 +123,7 @@ def _made(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 def construction(model: nn.Module) -> dict[str, Any]:
-    """What a file says about building a network: its class, its arguments, and what was removed from it."""
+    """The entries of a plan about building a network: its class, its arguments, and what was removed from it."""
     removed = removal_record(model)
     found: dict[str, Any] = {"class": type(model).__name__}
     if isinstance(model, Network):
@@ -134,10 +134,10 @@ def construction(model: nn.Module) -> dict[str, Any]:
 
 
 def removed_from(plan: Mapping[str, Any], source: object) -> RemovalRecord | None:
-    """What :func:`construction` says was removed.
+    """The record of removal in a plan that :func:`construction` made.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: The record is damaged.
     """
     if "removed" not in plan:
         return None
@@ -148,7 +148,7 @@ def removed_from(plan: Mapping[str, Any], source: object) -> RemovalRecord | Non
 
 
 def tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Second names of tensors: name → the first name of the same tensor, so that its numbers are stored once."""
+    """Further names of tied tensors: name → first name of the same tensor, so that it is stored once."""
     first: dict[tuple[Any, ...], str] = {}
     found = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Networks from files of every kind: saved folders, hub folders, runs of ``fit``, and a user's own state dict."""
+"""Loading networks: saved folders, hub folders, runs of ``fit``, and a user's own state dict."""
 
 import os
 import pickle
@@ -17,21 +17,21 @@ from shaver.io import as_path, load_state, load_tensors
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import import_function
 
-#: How files of torch.save begin: a zip archive, or a bare pickle.
+#: First bytes of files from torch.save: a zip archive, or a bare pickle.
 _TORCH = (b"PK\x03\x04", b"\x80")
-#: Under which names training scripts keep the weights in a larger dict.
+#: Keys under which training scripts store the weights in a larger dict.
 _NESTED = ("state_dict", "model_state_dict", "model", "weights")
 
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """A trained network and what its file knows of the training.
+    """A trained network and what is known about its training.
 
     Attributes:
         model: The network.
-        posterior: What SpaM learned, if it is there and belongs to these weights.
-        method: How it was trained, if that is known: ``"spam"``, ``"map"``, ``"l1"``.
-        likelihood: What its outputs mean, if that is known, with the noise of training; the bare name of a user's own.
+        posterior: The posterior from SpaM, if it exists and belongs to these weights.
+        method: How the network was trained, if known: ``"spam"``, ``"map"`` or ``"l1"``.
+        likelihood: The likelihood, if known, with the noise from training; only the name of a user's own likelihood.
     """
 
     model: nn.Module
@@ -48,23 +48,24 @@ def load(path: str | os.PathLike[str], factory: Factory | None = None) -> nn.Mod
 
     Args:
         path: The folder or file.
-        factory: Builds the network with its original shapes, such as the class itself; or a network to load into, of
-            the original shapes or as small as the stored one already, which is left as it was if anything does not
-            fit. A network of :mod:`shaver.zoo` needs none. The network takes the precision of the file.
+        factory: A function that builds the network with its original shapes, such as the class itself; or a network to
+            load into, with the original shapes or those of the stored network. It does not change if anything does not
+            fit. A network of :mod:`shaver.zoo` needs no factory. The network gets the precision of the file.
 
     Raises:
-        FileNotFoundError: There is nothing, or nothing of these kinds.
-        ValueError: A file is damaged or foreign, does not fit the network, or nothing says how to build it.
+        FileNotFoundError: The path does not exist, or holds none of these formats.
+        ValueError: A file is damaged, another program wrote it, it does not fit the network, or it is not known how to
+            build the network.
     """
     return read_network(as_path(path)).rebuild(factory)
 
 
 def load_trained(path: str | os.PathLike[str], factory: Factory | str | None = None) -> TrainedNetwork:
-    """Rebuild a network as :func:`load` does, in eval mode, with what is known of its training.
+    """Rebuild a network as :func:`load` does, in eval mode, with what is known about its training.
 
     Args:
         path: The folder or file.
-        factory: As for :func:`load`; or ``"package.module:function"``.
+        factory: As for :func:`load`, or ``"package.module:function"``.
     """
     stored = read_network(as_path(path))
     model = stored.rebuild(_imported(factory) if isinstance(factory, str) else factory).eval()
@@ -72,7 +73,7 @@ def load_trained(path: str | os.PathLike[str], factory: Factory | str | None = N
 
 
 def read_network(path: Path) -> StoredNetwork:
-    """Read a file or folder of any of the kinds that :func:`load` knows."""
+    """Read a file or folder in any format that :func:`load` supports."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist.")
     return _read_folder(path) if path.is_dir() else _read_file(path)
@@ -96,7 +97,7 @@ def _read_folder(path: Path) -> StoredNetwork:
 def _read_file(path: Path) -> StoredNetwork:
     with open(path, "rb") as file:
         start = file.read(9)
-    # A safetensors file begins with eight bytes of length, which may be any, and then JSON.
+    # A safetensors file begins with eight bytes of length, of any value, followed by JSON.
     if start.startswith(_TORCH) and start[8:] != b"{":
         return StoredNetwork(path, _state_dict_of_torch(path))
     tensors, state = load_tensors(path), load_state(path, missing=None)
@@ -107,7 +108,7 @@ def _read_file(path: Path) -> StoredNetwork:
     if isinstance(state, dict) and {"network", "weights"} <= state.keys():
         beside = path.with_name(f"{path.stem}-posterior.safetensors")
         return StoredNetwork(path, state["weights"], state["network"], posterior=beside)
-    raise ValueError(f"{path} holds something else than a network (a posterior or masks, perhaps).")
+    raise ValueError(f"{path} does not hold a network (perhaps a posterior or masks).")
 
 
 def _of_run(path: Path, state: dict[str, Any]) -> StoredNetwork:
@@ -127,8 +128,8 @@ def _state_dict_of_torch(path: Path) -> Mapping[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path} cannot be read as plain tensors ({reason}): it is damaged, or holds pickled objects, which could "
-            "run anything and are not loaded. torch.save(model.state_dict(), …) writes what can be read."
+            f"{path} cannot be read as plain tensors ({reason}): it is damaged, or holds pickled objects, which are "
+            "not loaded because they could run any code. Save it with torch.save(model.state_dict(), …)."
         ) from error
     candidates = [state, *(state.get(key) for key in _NESTED)] if isinstance(state, Mapping) else []
     for found in candidates:
@@ -159,7 +160,7 @@ def _posterior(stored: StoredNetwork, model: nn.Module) -> Posterior | None:
     same = all(
         name in weights and torch.equal(theta, weights[name].detach()) for name, theta in posterior.theta.items()
     )
-    return posterior if same else None  # an earlier checkpoint of the run, say
+    return posterior if same else None  # the weights may be those of an earlier checkpoint
 
 
 def _likelihood(stored: StoredNetwork) -> Likelihood | str | None:

@@ -1,4 +1,4 @@
-"""Pruning: from scores to masks, masks that hold during training, and inference on the weights that stay."""
+"""Pruning: from scores to masks, masks that hold during training, and inference with only the kept weights."""
 
 from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain
 from shaver.pruning.masks import Hold, Masks

@@ -1,11 +1,11 @@
-"""Automatic sparsity: what each weight is worth to the evidence, what its removal costs, and how much may be spent.
+"""Automatic sparsity: the evidence that each weight brings, the cost of its removal, and a limit on the total cost.
 
-A weight is removed if it brings too little evidence, cheapest first, until the expected rise of the loss reaches a
-share of what the posterior itself expects. A weight drawn from the posterior raises the loss by ½γ on average,
-γ = H/(H + δ), so the data cannot tell apart anything within ½Σγ. The threshold alone would judge each weight as if
-the others stayed: thousands of small losses add up, most of all where δ was learned before the weights had settled. A
-second limit, per sample, holds where δ was not learned: Σγ is large there, and the second-order model is not to be
-trusted that far.
+Weights that bring too little evidence are removed, cheapest first, until the expected rise of the loss reaches a limit.
+The limit is a share of ½Σγ with γ = H/(H + δ): weights sampled from the posterior raise the loss by ½Σγ on average, so
+the data cannot distinguish networks within that range. A threshold on the evidence alone would treat each weight as if
+all others were kept. But thousands of small losses add up, especially if δ was learned before the weights had settled.
+A second limit, per sample, applies if δ was not learned: Σγ is then large, and the second-order model is not reliable
+that far.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shaver.criteria import PosteriorLike
 from shaver.criteria.scoring import of_weight
 
-#: The gain at S = 1, where prior and data weigh the same: ½(1 − log 2) ≈ 0.153 nats.
+#: The gain at S = 1, where prior and data have equal weight: ½(1 − log 2) ≈ 0.153 nats.
 DEFAULT_NATS = 0.5 * (1 - math.log(2))
 #: The share of ½Σγ that removal may cost; chosen on validation splits, see the documentation's page on pruning.
 DEFAULT_BUDGET = 0.25
@@ -28,13 +28,13 @@ PER_SAMPLE = 0.02
 
 @dataclass(frozen=True)
 class Worth:
-    """What weights are worth under a diagonal Laplace posterior, from :func:`weigh`.
+    """The value of each weight under a diagonal Laplace posterior, from :func:`weigh`.
 
     Attributes:
-        gains: G = ½ [S − log(P/δ)] of each weight: the log evidence gained by keeping it, in nats.
-        rises: δθ² + ½hθ² of each weight: by how much its removal raises the loss summed over the data.
+        gains: G = ½ [S − log(P/δ)] per weight: the log evidence gained by keeping it, in nats.
+        rises: δθ² + ½hθ² per weight: how much its removal raises the loss, summed over the data.
         determined: Σγ, the number of weights that the data determine.
-        samples: The number of samples, if the posterior knows it.
+        samples: The number of samples, if the posterior has it.
     """
 
     gains: Mapping[str, Tensor]
@@ -43,12 +43,12 @@ class Worth:
     samples: int | None
 
     def kept(self, nats: float = DEFAULT_NATS, budget: float | None = None) -> dict[str, Tensor]:
-        """Which weights automatic sparsity keeps: those with G ≥ ``nats``, and those that the budget does not cover.
+        """Masks of the weights that automatic sparsity keeps: those with G ≥ ``nats``, and those beyond the budget.
 
         Args:
-            nats: The evidence that a weight must bring.
-            budget: Share of ½Σγ by which removal may raise the expected loss, infinite for no limit; None is
-                :data:`DEFAULT_BUDGET`, and no more than :data:`PER_SAMPLE` per sample.
+            nats: The evidence, in nats, that a weight must bring to be kept.
+            budget: Share of ½Σγ by which removal may raise the expected loss; infinity for no limit. Default:
+                :data:`DEFAULT_BUDGET`, and at most :data:`PER_SAMPLE` per sample.
 
         Raises:
             ValueError: ``nats`` is not finite or ``budget`` is negative.
@@ -71,7 +71,7 @@ class Worth:
         return {name: piece.view_as(self.rises[name]) for name, piece in zip(names, pieces, strict=True)}
 
     def of_removal(self, masks: Mapping[str, Tensor]) -> dict[str, float]:
-        """What masks do: the change of the log evidence, −ΣG, and the expected rise of the summed loss."""
+        """The effect of masks: the change of the log evidence, −ΣG, and the expected rise of the summed loss."""
         return {
             "evidence_change": -_sum_of_removed(self.gains, masks),
             "loss_rise": _sum_of_removed(self.rises, masks),
@@ -79,16 +79,16 @@ class Worth:
 
 
 def weigh(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) -> Worth:
-    """The worth of every weight of the named parameters.
+    """The value of every weight of the named parameters.
 
     G is the Savage–Dickey ratio log N(0; 0, 1/δ) − log N(0; θ, 1/P) of the prior's and the posterior's density at
     zero, with S = P θ² and P = H + δ. A weight with G < 0 makes the evidence worse.
 
-    θ is the mode under δ, so the negative log likelihood alone has the slope −δθ there; its second-order model at
-    zero is then −θ·(−δθ) + ½hθ² higher, which is ½(P + δ)θ². With a temperature T it is the rise of loss/T.
+    θ is the mode under δ, so the negative log likelihood has the slope −δθ there. At zero its second-order model is
+    then higher by −θ·(−δθ) + ½hθ² = ½(P + δ)θ². With a temperature T this is the rise of loss/T.
 
     Raises:
-        ValueError: The posterior does not know a weight, or its prior precision is not positive.
+        ValueError: The posterior lacks a weight, or its prior precision is not positive.
     """
     precision, prior = posterior.precision(), posterior.delta()
     parameters = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Masks: which weights are kept, by parameter name, and the hold that keeps the others zero in training."""
+"""Masks: which weights of each parameter are kept, and a hold that keeps the others zero during training."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ _FORMAT, _VERSION = "shaver.masks", 1
 
 
 class Masks(Mapping[str, Tensor]):
-    """A boolean tensor for each pruned parameter: true where the weight is kept.
+    """One boolean tensor per pruned parameter, true where the weight is kept.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -52,7 +52,7 @@ class Masks(Mapping[str, Tensor]):
         return f"Masks({len(self)} parameters, {self.kept} of {self.total} weights kept, sparsity {self.sparsity:.4f})"
 
     def __and__(self, other: "Mapping[str, Tensor]") -> "Masks":
-        """Keep what both keep; a parameter that only one of them names keeps that one's mask."""
+        """Keep the weights that both keep. A parameter with only one mask keeps that mask."""
         both = self._masks | dict(other)
         for name in self._masks.keys() & other.keys():
             if self[name].shape != other[name].shape:
@@ -64,21 +64,21 @@ class Masks(Mapping[str, Tensor]):
 
     @property
     def total(self) -> int:
-        """How many weights the masks cover."""
+        """Number of weights that the masks cover."""
         return sum(mask.numel() for mask in self.values())
 
     @property
     def kept(self) -> int:
-        """How many of them are kept."""
+        """Number of kept weights."""
         return sum(int(mask.sum()) for mask in self.values())
 
     @property
     def sparsity(self) -> float:
-        """The share that is removed, 0 for masks of nothing."""
+        """The share of removed weights; 0 for empty masks."""
         return 1 - self.kept / self.total if self.total else 0.0
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The model's parameter for each mask; also where torch's own pruning has renamed ``weight`` ``weight_orig``.
+        """The model's parameter for each mask; also if torch's own pruning has renamed ``weight`` to ``weight_orig``.
 
         Raises:
             ValueError: The model has no such parameter, or one of another shape.
@@ -98,18 +98,18 @@ class Masks(Mapping[str, Tensor]):
         return found
 
     def apply_(self, model: nn.Module) -> None:
-        """Set every masked weight to zero, in place; nothing is changed if any mask does not fit."""
+        """Set every removed weight to zero, in place. Nothing changes if any mask does not fit."""
         parameters = self.parameters(model)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.masked_fill_(~self[name].to(parameter.device), 0)
 
     def hold(self, model: nn.Module, optimizer: Optimizer | None = None) -> "Hold":
-        """Zero the masked weights and keep them zero while training, momentum and weight decay included.
+        """Zero the removed weights and keep them zero during training, also against momentum and weight decay.
 
-        Gradients of masked weights are zeroed as they arrive, and after each step of ``optimizer`` so are the weights
-        and every optimizer state shaped like them. Without an optimizer the weights are zeroed before each forward
-        pass. ``release()`` ends it; the zeros are then ordinary weights and stay until something trains them.
+        Gradients of removed weights are zeroed when they are computed. After each step of ``optimizer`` the weights and
+        every optimizer state of their shape are zeroed too. Without an optimizer the weights are zeroed before each
+        forward pass. ``release()`` ends this; the zeros are then ordinary weights that further training can change.
 
         Example::
 
@@ -119,7 +119,7 @@ class Masks(Mapping[str, Tensor]):
         return Hold(self, model, optimizer)
 
     def to_torch_prune(self, model: nn.Module) -> None:
-        """Hand the masks to ``torch.nn.utils.prune``: ``weight`` becomes ``weight_orig`` and ``weight_mask``."""
+        """Pass the masks to ``torch.nn.utils.prune``: ``weight`` becomes ``weight_orig`` and ``weight_mask``."""
         parameters = self.parameters(model)
         for name in parameters:
             owner, _, own = name.rpartition(".")
@@ -155,11 +155,11 @@ class Masks(Mapping[str, Tensor]):
         """Read what :meth:`save` wrote.
 
         Raises:
-            ValueError: The file is damaged, or holds something else, or comes from a later version.
+            ValueError: The file is damaged, holds no masks, or has a later version.
         """
         state = load_state(path)
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
-            raise ValueError(f"{path} does not hold masks; it was written by something else.")
+            raise ValueError(f"{path} does not hold masks; another program wrote it.")
         if state["version"] != _VERSION:
             raise ValueError(f"{path} has version {state['version']} of the format; this reads version {_VERSION}.")
         masks = {}
@@ -173,10 +173,10 @@ class Masks(Mapping[str, Tensor]):
 
 
 class Hold:
-    """Masks in force on a model, from :meth:`shaver.pruning.Masks.hold`, until :meth:`release`.
+    """Masks that are held on a model until :meth:`release`; see :meth:`shaver.pruning.Masks.hold`.
 
     Attributes:
-        masks: The masks in force.
+        masks: The current masks.
     """
 
     def __init__(self, masks: Masks, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -195,7 +195,7 @@ class Hold:
             self._handles.append(model.register_forward_pre_hook(lambda *_: self.apply_()))
 
     def apply_(self) -> None:
-        """Zero the masked weights, their gradients, and every optimizer state that is shaped like them."""
+        """Zero the removed weights, their gradients, and every optimizer state of their shape."""
         for name, parameter in self._parameters.items():
             self._zero(name, parameter.data)
             self._zero(name, parameter.grad)
@@ -205,19 +205,19 @@ class Hold:
                     self._zero(name, value)
 
     def update(self, masks: Masks) -> None:
-        """Put other masks for the same parameters in force; nothing changes if they do not fit.
+        """Replace the masks by others for the same parameters. Nothing changes if they do not fit.
 
         Raises:
-            ValueError: They name other parameters, or have other shapes.
+            ValueError: The new masks have other parameters or shapes.
         """
         if set(masks) != set(self.masks):
-            raise ValueError("the new masks name other parameters than the ones in force; release() and hold anew.")
+            raise ValueError("the new masks have other parameters than the current ones; call release(), then hold().")
         masks.parameters(self._model)
         self.masks = masks
         self.apply_()
 
     def release(self) -> None:
-        """Let go: the zeros are now ordinary weights. Safe to call twice."""
+        """Stop holding: the zeros become ordinary weights. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,4 +1,4 @@
-"""Pruning during training: masks that grow along a schedule, for weights and for whole units alike."""
+"""Pruning during training: masks that remove more and more along a schedule, for weights and for whole units."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -18,7 +18,7 @@ Shape = Callable[[float], float]
 
 
 def linear(progress: float) -> float:
-    """The same number of weights at each update, as in the paper."""
+    """t: the same number of weights is removed at each update, as in the paper."""
     return progress
 
 
@@ -31,16 +31,16 @@ SHAPES: dict[str, Shape] = {"linear": linear, "cubic": cubic}
 
 
 class Selector(Protocol):
-    """Which weights or units of one network to keep. A selection is a boolean tensor per parameter or per group."""
+    """Chooses the weights or units of a network to keep. A selection is one boolean tensor per parameter or group."""
 
     def scores(self, criterion: str, posterior: PosteriorLike | None) -> Mapping[str, Tensor]:
-        """A score for everything that may be removed."""
+        """One score per weight or unit that may be removed."""
         ...
 
     def select(
         self, scores: Mapping[str, Tensor], sparsity: float, final: float, kept: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """What stays at this sparsity, a part of ``kept``; ``final`` is the sparsity at the end of the schedule."""
+        """The selection at this sparsity, a subset of ``kept``. ``final`` is the sparsity at the end of training."""
         ...
 
     def masks(self, kept: Mapping[str, Tensor]) -> Masks:
@@ -50,21 +50,21 @@ class Selector(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What is asked of pruning during training: how much, by which criterion, and when.
+    """The settings of pruning during training: how much to remove, by which criterion, and when.
 
     :class:`Online` removes weights and :class:`shaver.structure.Gradual` whole units.
 
     Attributes:
-        sparsity: The final share that is removed, in [0, 1).
-        criterion: ``None`` is OPD where SpaM learns a posterior, and magnitude for MAP and L1. A criterion that needs
-            data cannot be used: during training there are only the weights and the posterior.
+        sparsity: The final share to remove, in [0, 1).
+        criterion: The criterion. Default: OPD with SpaM, magnitude with MAP and L1. A criterion that needs data cannot
+            be used: during training only the weights and the posterior are available.
         schedule: ``"linear"``, ``"cubic"`` or a function from [0, 1] to [0, 1].
-        start: The share of training at which pruning begins. OPD waits for SpaM's first update of δ in any case.
-        end: The share at which the final sparsity is reached; the rest of training recovers.
-        every: Steps between two cuts. With SpaM there is also one right after each update of δ.
+        start: The share of training at which pruning begins. OPD always waits for SpaM's first update of δ.
+        end: The share of training at which the final sparsity is reached. The network recovers in the rest.
+        every: Steps between updates of the masks. With SpaM there is also one after each update of δ.
     """
 
-    #: Options of SpaM that suit what is removed, unless the user names others.
+    #: Default options of SpaM for this kind of pruning.
     spam_defaults: ClassVar[Mapping[str, str]] = {}
 
     sparsity: float
@@ -93,7 +93,7 @@ class Schedule:
             )
 
     def sparsity_at(self, progress: float) -> float:
-        """The sparsity to reach when this share of training has passed."""
+        """The sparsity to reach after this share of training."""
         if not 0 <= progress <= 1:
             raise ValueError(f"progress is the share of training that has passed, in [0, 1], not {progress!r}.")
         shape = SHAPES[self.schedule] if isinstance(self.schedule, str) else self.schedule
@@ -101,19 +101,19 @@ class Schedule:
         return self.sparsity * shape(min(1.0, max(0.0, passed)))
 
     def selector(self, model: nn.Module) -> Selector:
-        """What chooses, for one network."""
+        """The selector for one network."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class Online(Schedule):
-    """Prune weights while training: ``shaver.fit(model, train, online=shaver.pruning.Online(0.99))``.
+    """Prune weights during training: ``shaver.fit(model, train, online=shaver.pruning.Online(0.99))``.
 
-    LeNet at 99 % is best with masks that are final at about 60 % of training.
+    LeNet at 99 % sparsity is best if the masks are final at about 60 % of training.
 
     Attributes:
         scope: ``"global"`` or ``"layer"``.
-        cap: No parameter loses more than this share.
+        cap: The largest share that any parameter may lose.
         minimum: Each parameter keeps at least this many weights.
     """
 
@@ -127,12 +127,12 @@ class Online(Schedule):
         check_name("scope", self.scope, ("global", "layer"))
 
     def selector(self, model: nn.Module) -> "WeightSelector":
-        """Chooses single weights."""
+        """A selector of single weights."""
         return WeightSelector(model, {"scope": self.scope, "cap": self.cap, "minimum": self.minimum})
 
 
 class WeightSelector:
-    """Keeps the best single weights of a network."""
+    """Chooses the single weights with the highest scores."""
 
     def __init__(self, model: nn.Module, limits: Mapping[str, Any]) -> None:
         self._model, self._limits = model, limits
@@ -144,7 +144,7 @@ class WeightSelector:
     def select(
         self, scores: Mapping[str, Tensor], sparsity: float, final: float, kept: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """The masks at this sparsity; what an earlier mask removed stays removed."""
+        """The masks at this sparsity. Weights that an earlier mask removed stay removed."""
         check_fit(self._model, scores)
         removed = 0
         if kept is not None:
@@ -162,25 +162,25 @@ class WeightSelector:
         return masks if kept is None else masks & kept
 
     def masks(self, kept: Mapping[str, Tensor]) -> Masks:
-        """A selection of weights is its own masks."""
+        """The selection itself, as masks."""
         return Masks(kept)
 
 
 class Learner(Protocol):
-    """What learns a posterior while the network trains; :class:`shaver.SpaM` is one."""
+    """Learns a posterior during training; :class:`shaver.SpaM` is one."""
 
     updates: int
 
     @property
     def posterior(self) -> PosteriorLike:
-        """The posterior at the present weights."""
+        """The posterior at the current weights."""
         ...
 
 
 class OnlinePruner:
-    """Prunes a network in training along a schedule; what is removed never grows back.
+    """Prunes a network during training along a schedule. What is removed never grows back.
 
-    :func:`shaver.fit` calls :meth:`after_step` and :meth:`after_epoch`. A loop of your own calls :meth:`update`.
+    :func:`shaver.fit` calls :meth:`after_step` and :meth:`after_epoch`. In your own loop, call :meth:`update`.
 
     Example::
 
@@ -191,15 +191,15 @@ class OnlinePruner:
 
     Args:
         model: The network in training.
-        optimizer: Its optimizer; the states of removed weights are zeroed with them.
-        schedule: What is asked: :class:`Online` or :class:`shaver.structure.Gradual`.
-        learner: What learns a posterior, such as SpaM; None for MAP and L1.
+        optimizer: Its optimizer, whose states of removed weights are zeroed too.
+        schedule: :class:`Online` or :class:`shaver.structure.Gradual`.
+        learner: Learns a posterior, such as SpaM; None for MAP and L1.
 
     Attributes:
-        kept: What stays, by parameter or by group; ``None`` before the first update.
+        kept: The current selection, by parameter or group; ``None`` before the first update.
 
     Raises:
-        ValueError: The criterion needs a posterior and nothing learns one.
+        ValueError: The criterion needs a posterior, but there is no learner.
     """
 
     def __init__(
@@ -222,14 +222,14 @@ class OnlinePruner:
 
     @property
     def masks(self) -> Masks | None:
-        """The masks in force; ``None`` before the first update."""
+        """The current masks; ``None`` before the first update."""
         return self._hold.masks if self._hold is not None else None
 
     def update(self, scores: Mapping[str, Tensor], progress: float) -> Pruned:
-        """Prune up to what the schedule asks for at ``progress``; never less than before.
+        """Prune to the scheduled sparsity at ``progress``; never less than before.
 
         Raises:
-            ValueError: Scores or progress are not usable; the masks in force stay.
+            ValueError: Scores or progress are not usable; the current masks are kept.
         """
         requested = self.schedule.sparsity_at(progress)
         kept = self._selector.select(scores, requested, self.schedule.sparsity, self.kept)
@@ -237,35 +237,35 @@ class OnlinePruner:
         return report(requested, self._selector.masks(kept))
 
     def after_step(self, progress: float) -> None:
-        """To be called after each step, with the share of training that has passed; cuts when it is time."""
+        """Call this after each step, with the share of training that has passed; prunes if it is due."""
         self._steps_since += 1
         due = self._steps_since >= self.schedule.every or progress >= self.schedule.end or self._updated()
         if progress > self.schedule.start and due:
             self._cut(progress)
 
     def after_epoch(self, progress: float) -> None:
-        """To be called after each epoch, when δ may have been updated; after the last, the target is reached."""
+        """Call this after each epoch, when δ may have been updated; after the last epoch the target is reached."""
         if progress >= 1 or (progress > self.schedule.start and self._updated()):
             self._cut(progress)
 
     def release(self) -> None:
-        """Let go of the masks; the zeros are then ordinary weights."""
+        """Stop holding the masks; the zeros become ordinary weights."""
         if self._hold is not None:
             self._hold.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """What stays, and counters, for a checkpoint."""
+        """The selection and counters, for a checkpoint."""
         counters = {"steps_since": self._steps_since, "seen": self._seen, "reached": self._reached}
         return counters | {"kept": None if self.kept is None else dict(self.kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back, and put its masks in force."""
+        """Restore what :meth:`state_dict` returned, and apply its masks."""
         self._steps_since, self._seen, self._reached = state["steps_since"], state["seen"], state["reached"]
         if state["kept"] is not None:
             self._set(state["kept"])
 
     def _updated(self) -> bool:
-        """Whether δ was updated since the last cut."""
+        """Whether δ was updated since the masks were."""
         return self._learner is not None and self._learner.updates > self._seen
 
     def _cut(self, progress: float) -> None:

@@ -1,4 +1,4 @@
-"""``prune``: set the lowest-scored weights to zero, and report what was asked and what was reached."""
+"""``prune``: set the weights with the lowest scores to zero, and report the requested and achieved sparsity."""
 
 import re
 import warnings
@@ -28,7 +28,7 @@ _NOT_LEARNED = (
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """One parameter's row in the report."""
+    """The row of one parameter in the report."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,18 +43,18 @@ class PrunedLayer:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What pruning did. ``print(pruned)`` shows a table.
+    """The report of pruning. ``print(pruned)`` shows a table.
 
     Attributes:
-        requested: The sparsity asked for: a share, ``"auto"``, ``"2:4"`` or another N:M, or the tolerated drop.
+        requested: The requested sparsity: a share, ``"auto"``, ``"2:4"`` or another N:M, or the tolerated drop.
         masks: Which weights were kept; ``masks.hold(model, optimizer)`` keeps the zeros during fine-tuning.
-        layers: A row for each parameter.
-        evidence_change: Change of the log evidence by the removal under the diagonal Laplace model, −ΣG in nats; with
-            a posterior, else ``None``.
-        loss_rise: Expected rise of the loss summed over the data, Σ(δθ² + ½hθ²); with a posterior, else ``None``.
+        layers: One row per parameter.
+        evidence_change: Change of the log evidence by the removal under the diagonal Laplace model, −ΣG in nats;
+            ``None`` without a posterior.
+        loss_rise: Expected rise of the loss summed over the data, Σ(δθ² + ½hθ²); ``None`` without a posterior.
         quality_before: Validation quality of the dense network, with ``max_drop``.
-        quality_after: The same of the pruned one.
-        repaired: What the repair did, with ``calibration``.
+        quality_after: Validation quality of the pruned network, with ``max_drop``.
+        repaired: The report of the repair, with ``calibration``.
     """
 
     requested: float | str
@@ -68,12 +68,12 @@ class Pruned:
 
     @property
     def total(self) -> int:
-        """How many weights were prunable."""
+        """Number of prunable weights."""
         return sum(layer.total for layer in self.layers)
 
     @property
     def kept(self) -> int:
-        """How many of them are left."""
+        """Number of kept weights."""
         return sum(layer.kept for layer in self.layers)
 
     @property
@@ -120,7 +120,7 @@ def prune(
     forward: Forward | None = None,
     targets: Targets | None = None,
 ) -> Pruned:
-    """Set the weights with the lowest scores to zero; with ``calibration`` let the others make up for them.
+    """Set the weights with the lowest scores to zero. With ``calibration``, the kept weights are repaired.
 
     Example:
         >>> from shaver.criteria import score
@@ -129,26 +129,26 @@ def prune(
         >>> pruned.achieved, int((model.weight != 0).sum())
         (0.9, 10)
 
-    Nothing is changed unless everything fits: on an error the model is as it was.
+    On an error the model does not change.
 
     Args:
         model: The network; its weights are changed in place.
-        scores: From :func:`shaver.score`. With ``"auto"`` they only say which parameters may be pruned (``None``: all
-            prunable ones), for there the evidence ranks the weights.
-        sparsity: The share of the scored weights to remove, in [0, 1); ``"auto"`` removes weights that bring too
-            little evidence and needs ``posterior``; with ``max_drop`` the highest share to try (default: no limit).
-        scope: ``"global"`` ranks all weights together, ``"layer"`` takes the same share of each parameter, ``"2:4"``
-            (or another N:M) keeps N of each M weights in a row along the input dimension and needs no ``sparsity``.
-        cap: No parameter loses more than this share; the rest is removed elsewhere (under ``"auto"``, kept).
+        scores: From :func:`shaver.score`. With ``"auto"`` the evidence ranks the weights, and the scores only name the
+            parameters that may be pruned (``None``: all prunable ones).
+        sparsity: The share of the scored weights to remove, in [0, 1). ``"auto"`` removes weights that bring too
+            little evidence, and needs ``posterior``. With ``max_drop``: the highest share to try (default: no limit).
+        scope: ``"global"`` ranks all weights together. ``"layer"`` removes the same share of each parameter. ``"2:4"``
+            (or another N:M) keeps N of every M consecutive weights along the input dimension, without ``sparsity``.
+        cap: The largest share that any parameter may lose. More is removed elsewhere instead (not with ``"auto"``).
         minimum: Each parameter keeps at least this many weights.
-        posterior: For ``"auto"``; with it every report says what the removal does to evidence and loss.
-        nats: Under ``"auto"`` a weight is kept if it brings at least this much evidence.
-        budget: Under ``"auto"`` the expected rise of the loss may reach this share of ½Σγ, the posterior's own. None:
-            a quarter of it, and no more than 0.02 nats per sample.
+        posterior: Needed for ``"auto"``. With it, every report has the effect of the removal on evidence and loss.
+        nats: For ``"auto"``: a weight is kept if it brings at least this much evidence, in nats.
+        budget: For ``"auto"``: the largest expected rise of the loss, as a share of ½Σγ, the rise that the posterior
+            itself expects. Default: a quarter, and at most 0.02 nats per sample.
         valid: Validation batches, whose accuracy is measured, or ``quality(model) -> float``, higher is better.
-        max_drop: Find the highest sparsity that loses at most this much of it (0.01 is one point of accuracy).
-        calibration: Batches of unlabelled inputs. The network is pruned in rounds and repaired after each
-            (:func:`shaver.repair`). 1,000 samples or more are best.
+        max_drop: Find the highest sparsity that loses at most this much quality (0.01 is one point of accuracy).
+        calibration: Batches of unlabelled inputs; 1,000 samples or more are best. The network is pruned in rounds and
+            repaired after each (:func:`shaver.repair`).
         forward: ``forward(model, batch)`` for validation and calibration batches of another layout.
         targets: ``targets(batch)`` for validation batches.
 
@@ -198,7 +198,7 @@ def prune(
 
 
 def report(requested: float | str, masks: Masks, repaired: Repaired | None = None, **measured: float) -> Pruned:
-    """The report on masks: a row for each parameter, and what was measured."""
+    """The report of masks: one row per parameter, and the measurements."""
     layers = tuple(PrunedLayer(n, tuple(m.shape), m.numel(), int(m.sum())) for n, m in masks.items())
     return Pruned(requested, masks, layers, repaired=repaired, **measured)
 
@@ -230,7 +230,7 @@ def check_fit(model: nn.Module, scores: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far pruning may go: over all weights or layer by layer, and what each layer keeps."""
+    """Limits of pruning: the scope of the ranking, and how much each layer must keep."""
 
     scope: str
     cap: float
@@ -238,7 +238,7 @@ class Limits:
 
     @property
     def per_layer(self) -> bool:
-        """Whether a layer is protected."""
+        """Whether layers must keep some weights."""
         return (self.cap, self.minimum) != (1.0, 0)
 
     def ranking(self, scores: Mapping[str, Tensor]) -> Ranking:
@@ -259,7 +259,7 @@ def _pattern_masks(
     limits: Limits,
     max_drop: float | None,
 ) -> Masks:
-    """N of each M weights in a row."""
+    """Keep N of every M consecutive weights."""
     kept, of = pattern
     if not 0 < kept < of:
         raise ValueError(f"scope '{kept}:{of}' must keep fewer than {of} weights, and at least one, as '2:4' does.")
@@ -268,7 +268,7 @@ def _pattern_masks(
             f"scope '{kept}:{of}' fixes the sparsity at {1 - kept / of:g}; leave out sparsity={sparsity!r}."
         )
     if limits.per_layer or max_drop is not None:
-        raise ValueError(f"scope '{kept}:{of}' leaves no choice: cap, minimum and max_drop do not go with it.")
+        raise ValueError(f"scope '{kept}:{of}' fixes the sparsity: leave out cap, minimum and max_drop.")
     return n_of_m(scores, kept, of, {name: input_dim(model, name) for name in scores})
 
 
@@ -281,7 +281,7 @@ def _masks_within_drop(
     max_drop: float,
     rounds: Rounds | None,
 ) -> tuple[Masks, dict[str, float]]:
-    """The most that a tolerated drop of the quality allows, and the quality before and after."""
+    """The masks of the highest sparsity within the tolerated drop, and the quality before and after."""
     if sparsity == "auto":
         raise ValueError('sparsity="auto" needs no validation data; leave out max_drop, or give a share.')
     limit = check_sparsity(sparsity) if sparsity is not None else 1.0
@@ -293,7 +293,7 @@ def _masks_within_drop(
 
 
 def _automatic_masks(worth: Worth | None, limits: Limits, nats: float, budget: float | None) -> Masks:
-    """The weights that bring enough evidence, and the best of each layer that the limits protect."""
+    """Masks of the weights that bring enough evidence, and of the best of each layer that the limits protect."""
     if worth is None:
         raise ValueError('sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).')
     if limits.scope != "global":

@@ -16,16 +16,16 @@ _Array = NDArray[np.floating]
 
 
 class Ranking:
-    """The order in which weights are removed, ready to be cut at any sparsity.
+    """The order in which weights are removed; gives masks at any sparsity.
 
     Weights with equal scores are removed in the order of their position: earlier parameters first, then earlier
-    entries. So a mask at a higher sparsity keeps a subset of what one at a lower sparsity keeps.
+    entries. So the weights kept at a higher sparsity are a subset of those kept at a lower one.
 
     Args:
-        scores: A score tensor for each prunable parameter; the lowest are removed first.
+        scores: One score tensor per prunable parameter; the lowest are removed first.
         scope: ``"global"`` ranks all weights together; ``"layer"`` removes the same share of each parameter.
-        cap: No parameter loses more than this share of its weights; what it would lose beyond is removed elsewhere.
-        minimum: Each parameter keeps at least this many weights (or all it has).
+        cap: The largest share that any parameter may lose; more is removed elsewhere instead.
+        minimum: Each parameter keeps at least this many weights, or all if it has fewer.
 
     Raises:
         ValueError: A score is NaN, or an option is out of range.
@@ -65,7 +65,7 @@ class Ranking:
         """The masks that remove exactly ``count`` weights.
 
         Raises:
-            ValueError: The cap and the minimum do not allow that many.
+            ValueError: The cap and the minimum allow fewer.
         """
         if count > sum(self._limits):
             raise ValueError(
@@ -98,7 +98,7 @@ def masks_at(
     cap: float = 1.0,
     minimum: int = 0,
 ) -> list[Masks]:
-    """Masks at many sparsities from one sort; the model is not needed and not touched.
+    """Masks at many sparsities from one sort. The model is not needed.
 
     Example:
         >>> [m.kept for m in masks_at({"weight": torch.arange(10.0)}, [0.2, 0.5, 0.9])]
@@ -119,10 +119,10 @@ def masks_at(
 
 
 def n_of_m(scores: Mapping[str, Tensor], kept: int, of: int, input_dims: Mapping[str, int]) -> Masks:
-    """Keep the ``kept`` best of each ``of`` weights in a row along the input dimension, each layer by itself.
+    """Keep the ``kept`` best of every ``of`` consecutive weights along the input dimension.
 
-    The last group of a row may be shorter, r < ``of``; it keeps ⌈r · kept / of⌉. So a kernel with one input channel
-    stays as it is. Ties are broken by position.
+    The last group of a row may be shorter, r < ``of``; it keeps ⌈r · kept / of⌉. So a kernel with one input channel is
+    not pruned. Ties are broken by position.
     """
     check_scores(scores)
     masks = {}
@@ -143,7 +143,7 @@ def n_of_m(scores: Mapping[str, Tensor], kept: int, of: int, input_dims: Mapping
 
 
 def check_sparsity(sparsity: object) -> float:
-    """A share in [0, 1) as a float, or a ``ValueError`` that says what was probably meant."""
+    """Return a share in [0, 1) as a float, or raise a ``ValueError`` that suggests what was probably meant."""
     if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
         hint = ""
         if isinstance(sparsity, int | float) and 1 < sparsity < 100:
@@ -153,7 +153,7 @@ def check_sparsity(sparsity: object) -> float:
 
 
 def check_scores(scores: Mapping[str, Tensor]) -> None:
-    """Raise ``ValueError`` for no scores at all, and for NaN, with the parameter's name."""
+    """Raise ``ValueError`` if there are no scores, or if some are NaN; the message names the parameter."""
     for name, values in scores.items():
         if not isinstance(values, Tensor):
             raise TypeError(f"the scores of {name!r} are a {type(values).__name__}, not a tensor.")
@@ -165,9 +165,9 @@ def check_scores(scores: Mapping[str, Tensor]) -> None:
 
 
 def share_out(count: int, sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
-    """Split ``count`` over layers in proportion to their sizes, none above its limit, exactly.
+    """Split ``count`` exactly over layers in proportion to their sizes, none above its limit.
 
-    A layer at its limit passes the rest on to the others, again in proportion; the last whole weights go to the
+    The excess of a layer at its limit is split over the others, again in proportion. The last whole weights go to the
     largest remainders, earlier layers first.
     """
     exact = [0.0] * len(sizes)
@@ -183,7 +183,7 @@ def share_out(count: int, sizes: Sequence[int], limits: Sequence[int]) -> list[i
             exact[i] = limits[i]
             left -= limits[i]
         open_layers = [i for i in open_layers if i not in full]
-    # A share of 3.0000000004 is three: floating point must not hand out a weight of its own.
+    # A share of 3.0000000004 is three: rounding errors must not add a weight.
     shares = [min(math.floor(value + 1e-6), limit) for value, limit in zip(exact, limits, strict=True)]
     by_remainder = sorted(range(len(sizes)), key=lambda i: shares[i] - exact[i])
     while (missing := count - sum(shares)) > 0:
@@ -206,7 +206,7 @@ def _protected(size: int, cap: float, minimum: int) -> int:
 
 
 def _unprotected(layers: list[_Array], protected: list[int]) -> NDArray[np.intp]:
-    """Flat positions of the weights that are not among the best of their layer."""
+    """Flat positions of the weights that are not among the protected best of their layer."""
     parts, offset = [], 0
     for layer, count in zip(layers, protected, strict=True):
         free = lowest(layer, len(layer) - count)

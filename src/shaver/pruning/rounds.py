@@ -1,7 +1,7 @@
-"""Pruning in rounds: remove a part, repair what is left, rank again, up to the target.
+"""Pruning in rounds: remove some weights, repair the kept ones, rank again, until the target is reached.
 
-Repaired weights differ from the trained ones, and so does their order. Ranking again after each repair is worth more
-than a better score: ResNet-20 at 80 % keeps 88.3 % accuracy in three rounds and 86.4 % in one.
+Repaired weights differ from the trained ones, and so does their ranking. Ranking again after each repair helps more
+than a better score: ResNet-20 at 80 % sparsity has 88.3 % accuracy with three rounds and 86.4 % with one.
 """
 
 import copy
@@ -22,12 +22,12 @@ from shaver.pruning.search import Quality
 from shaver.repairing import Repaired, repair
 from shaver.repairing.calibration import calibration_list
 
-#: A round keeps at least this share of the weights that the round before it has left.
+#: A round keeps at least this share of the weights that the previous round kept.
 SHARE = 0.7
 
 
 def levels(sparsity: float, share: float = SHARE) -> list[float]:
-    """Sparsities up to the target; each keeps the same share, ``share`` or more, of what the one before has kept.
+    """Sparsities up to the target. Each round keeps the same share, at least ``share``, of the weights kept before.
 
     Example:
         >>> [round(level, 3) for level in levels(0.8)]
@@ -39,12 +39,12 @@ def levels(sparsity: float, share: float = SHARE) -> list[float]:
 
 
 class Rounds:
-    """A network on its way to a sparsity, repaired after every step. As a context, it undoes everything on an error.
+    """Prunes a network in rounds and repairs it after each. As a context manager, it undoes everything on an error.
 
     Args:
-        model: Changed in place.
-        calibration: Unlabelled batches; read once and kept.
-        ranking: Makes a ranking of scores, such as :class:`shaver.pruning.Ranking`.
+        model: The network, changed in place.
+        calibration: Unlabelled batches; read once and kept in memory.
+        ranking: A function from scores to a ranking, such as :class:`shaver.pruning.Ranking`.
         posterior: Its δ is the damping of the repair.
         forward: ``forward(model, batch)`` for batches of another layout.
     """
@@ -76,7 +76,7 @@ class Rounds:
             self.model.load_state_dict(self._before)
 
     def apply(self, masks: Masks) -> None:
-        """Remove what the masks remove, and repair the rest."""
+        """Apply the masks, and repair the kept weights."""
         masks.apply_(self.model)
         self.report = repair(
             self.model,
@@ -88,14 +88,14 @@ class Rounds:
         )
 
     def prune(self, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
-        """Go to a sparsity in rounds, ranked each time by the scores of the weights as they are then."""
+        """Prune to a sparsity in rounds, each ranked by the scores of the current weights."""
         masks = Masks({})
         for level in levels(sparsity):
             masks = self.step(scores, level, masks)
         return masks
 
     def step(self, scores: Mapping[str, Tensor], sparsity: float, removed: Masks) -> Masks:
-        """One round; what is removed stays removed."""
+        """One round. Removed weights stay removed."""
         present = rescored(scores, self.reference, self.model)
         for name, mask in removed.items():
             present[name] = present[name].masked_fill(~mask, -math.inf)
@@ -108,7 +108,8 @@ class Rounds:
     ) -> tuple[Masks, float, float]:
         """The highest sparsity up to ``limit`` whose repaired network loses at most ``max_drop`` of the quality.
 
-        Rounds go up until one loses too much; four more between it and the last good one narrow the result down.
+        Rounds raise the sparsity until one loses too much. Four more rounds narrow the result down between that one and
+        the last good one.
 
         Returns:
             The masks, the quality before and the quality with them.
@@ -146,7 +147,7 @@ class Rounds:
 
 
 def rescored(scores: Mapping[str, Tensor], before: nn.Module, after: nn.Module) -> dict[str, Tensor]:
-    """The scores for weights that have moved: each changes as the weight did, to the power that its criterion has."""
+    """The scores after the weights have changed: each is multiplied by |new/old| to the power of its ``degree``."""
     degree = getattr(scores, "degree", 1)
     old, new = dict(before.named_parameters()), dict(after.named_parameters())
     result = {}
@@ -158,16 +159,16 @@ def rescored(scores: Mapping[str, Tensor], before: nn.Module, after: nn.Module) 
 
 @contextmanager
 def _returned(model: nn.Module) -> Iterator[Any]:
-    """Put the network back at the end of the block, unless the function it gives is called."""
+    """Restore the network at the end of the block, unless the yielded function is called."""
     kept = {name: value.clone() for name, value in model.state_dict().items()}
-    stays = False
+    is_kept = False
 
     def keep() -> None:
-        nonlocal stays
-        stays = True
+        nonlocal is_kept
+        is_kept = True
 
     try:
         yield keep
     finally:
-        if not stays:
+        if not is_kept:
             model.load_state_dict(kept)

@@ -17,7 +17,7 @@ Quality = Callable[[nn.Module], float]
 
 
 def accuracy_on(batches: Iterable[Any], forward: Forward | None = None, targets: Targets | None = None) -> Quality:
-    """A function that measures accuracy on these batches, as often as it is called.
+    """A function that measures accuracy on these batches; it can be called repeatedly.
 
     Accuracy is the share of samples (or tokens) whose highest output is the target; targets below zero do not count.
     """
@@ -54,10 +54,11 @@ def highest_sparsity(
     limit: float,
     tolerance: float = 0.001,
 ) -> tuple[Masks, float, float]:
-    """Bisect for the highest sparsity up to ``limit`` whose quality is at most ``max_drop`` below the dense one's.
+    """Bisect for the highest sparsity up to ``limit`` whose quality is at most ``max_drop`` below the dense network's.
 
-    The upper end is tried first. Quality need not fall evenly: the result was measured to be within the tolerance,
-    and the next sparsity tried above it was not. The weights are put back after each trial, also after an error.
+    The upper end is tried first. The result is always measured to be within the tolerance, and the next higher sparsity
+    that was tried is not, even if quality does not fall evenly. The weights are restored after each trial, also after
+    an error.
 
     Returns:
         The masks, the quality before and the quality with them.
@@ -86,7 +87,7 @@ def highest_sparsity(
 
 
 def _checked(quality: object) -> float:
-    """A quality that can be compared: NaN never counts as a loss."""
+    """Refuse a quality that is NaN, because it cannot be compared."""
     return check_number("the quality that valid measures", quality)
 
 

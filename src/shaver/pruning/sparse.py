@@ -1,4 +1,4 @@
-"""Sparse inference: layers with few weights left run on those weights alone, where that is measured to be faster."""
+"""Sparse inference: very sparse layers compute with their nonzero weights only, where that is measured to be faster."""
 
 import copy
 import time
@@ -16,12 +16,12 @@ from shaver.batches import check_network, naming_inputs
 from shaver.measure.evaluating import evaluating
 from shaver.naming import check_count
 
-#: These read their layers' weights without calling the layers, so that a swapped one would not be used, or break them.
+#: These modules read the weights of their layers without calling the layers, so a replaced layer would not work.
 _CLOSED = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
 
 
 class SparseLinear(nn.Module):
-    """A linear layer whose weight is a compressed-sparse-row matrix: y = W x + b over the stored weights alone."""
+    """A linear layer whose weight is a compressed-sparse-row matrix: y = W x + b over the stored weights only."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class SparsePointwise(nn.Module):
 
 @dataclass(frozen=True)
 class SparseLayer:
-    """One candidate layer's measurement.
+    """The measurement of one candidate layer.
 
     Attributes:
         name: The layer's name in the network.
         sparsity: The share of its weights that is zero.
-        dense_seconds: Median time of its dense forward pass on what it receives for the example.
-        sparse_seconds: The same over the compressed weight.
-        swapped: Whether the sparse form was taken.
+        dense_seconds: Median time of the dense layer, in seconds, on its inputs for the example.
+        sparse_seconds: Median time of the sparse layer, in seconds, on the same inputs.
+        swapped: Whether the sparse layer is used.
     """
 
     name: str
@@ -86,13 +86,13 @@ class SparseLayer:
 
 
 class SparseInference(nn.Module):
-    """A network for inference, called like the original, and what was measured. ``print`` shows a table.
+    """A network for inference, called like the original, with its measurements. ``print`` shows a table.
 
     Attributes:
-        model: A copy of the network, in eval mode, with the swapped layers; the rest shares the original's tensors.
-        layers: A row per candidate layer.
-        dense_seconds: Median time of the original on the example.
-        sparse_seconds: The same of ``model``.
+        model: A copy of the network in eval mode with the swapped layers; all other tensors are shared.
+        layers: One row per candidate layer.
+        dense_seconds: Median time of the original network on the example, in seconds.
+        sparse_seconds: Median time of ``model`` on the example, in seconds.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SparseInference(nn.Module):
         self.eval()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the original returns for these inputs, up to rounding."""
+        """The outputs of the original network, up to rounding."""
         return self.model(*inputs, **named)
 
     @property
@@ -132,7 +132,7 @@ def sparse_inference(
     repeats: int = 10,
     tolerance: float = 1e-5,
 ) -> SparseInference:
-    """Run linear layers and 1×1 convolutions on their non-zero weights, where that is faster here and now.
+    """Compute linear layers and 1×1 convolutions with their nonzero weights only, where that is faster.
 
     Example::
 
@@ -140,17 +140,17 @@ def sparse_inference(
         y = fast(x)
         print(fast)                  # measured per layer
 
-    Each layer is timed both ways on what it receives for ``example`` (so give the batch size you will use), with
-    torch's present number of threads. Layers inside torch's own transformer blocks stay dense: those blocks read
-    their weights directly.
+    Each layer is timed both ways on its inputs for ``example``, with torch's current number of threads, so pass an
+    example of the batch size that you will use. Layers inside torch's own transformer blocks stay dense, because those
+    blocks read their weights directly.
 
     Args:
-        model: A pruned network on the CPU; it is not changed.
+        model: A pruned network on the CPU; it does not change.
         example: An input, a tuple of inputs, or a dict of keyword arguments.
-        from_sparsity: Layers with a smaller share of zeros are not tried.
-        margin: How many times faster a layer must be to be swapped.
-        repeats: Timed calls of each form.
-        tolerance: How much outputs may differ, relative to the largest output (from 1 up).
+        from_sparsity: Only layers with at least this share of zeros are tried.
+        margin: A layer is swapped if its sparse form is this many times faster.
+        repeats: Number of timed calls per form.
+        tolerance: Largest difference of the outputs, relative to the largest output or 1.
 
     Raises:
         RuntimeError: The outputs differ by more than the tolerance.
@@ -185,7 +185,7 @@ def sparse_inference(
 def _inputs_of_candidates(
     model: nn.Module, call: Callable[[nn.Module], Any], from_sparsity: float
 ) -> dict[str, Tensor]:
-    """What each sparse enough layer receives in one forward pass."""
+    """The inputs of each sufficiently sparse layer in one forward pass."""
     closed = {id(child) for module in model.modules() if isinstance(module, _CLOSED) for child in module.modules()}
     inputs: dict[str, Tensor] = {}
     handles = []
@@ -246,7 +246,7 @@ def _sparsity(layer: nn.Module) -> float:
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
-    """The same modules anew around the same tensors."""
+    """A copy of the modules with the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
 
 
@@ -256,13 +256,13 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _race(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Median seconds of each, taken in turns so that both meet the same machine."""
+    """Median seconds of each function, called alternately so that both see the same load."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(repeats + 1):
         for function, record in zip((first, second), times, strict=True):
             start = time.perf_counter()
             function()
-            if turn:  # the first turn warms up
+            if turn:  # the first turn is a warm-up
                 record.append(time.perf_counter() - start)
     return median(times[0]), median(times[1])
 
@@ -276,7 +276,7 @@ def _caller(example: Any) -> tuple[list[Any], Callable[[nn.Module], Any]]:
 
 
 def _outputs(outputs: Any) -> Tensor:
-    """All floating-point outputs in one row, whatever they come in."""
+    """All floating-point outputs as one flat tensor, for any nesting."""
     if isinstance(outputs, Tensor):
         return outputs.flatten().double() if outputs.is_floating_point() else outputs.new_zeros(0, dtype=torch.float64)
     if isinstance(outputs, Mapping):

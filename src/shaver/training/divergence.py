@@ -1,4 +1,4 @@
-"""When training fails: numbers that are not finite stop it at once, and a network that has died is noticed."""
+"""Failed training: numbers that are not finite stop it at once, and a network that has died is detected."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: How many outputs per sample are compared.
+#: Maximum number of outputs per sample that are compared.
 _COMPARED = 4096
 
 
@@ -67,13 +67,15 @@ def _tensors(batch: Any) -> Iterable[tuple[str, Tensor]]:
 
 
 def ignores_input(outputs: Tensor) -> bool:
-    """Whether all samples of a batch have the same outputs: the units between input and output have died.
+    """Whether all samples of a batch have the same outputs, because the units between input and output have died.
 
-    The loss is then at chance, and only biases learn. Of large outputs some entries are compared.
+    The loss is then at chance level, and only biases learn. Of large outputs only some entries are compared.
     """
     if len(outputs) < 2 or not outputs.is_floating_point():
         return False
     rows = outputs.detach().flatten(1)
     rows = rows[:, :: -(-rows.shape[1] // _COMPARED)]
-    tolerance = 0.0 if rows.element_size() < 4 else 8 * torch.finfo(rows.dtype).eps  # rounding by place in the batch
+    tolerance = (
+        0.0 if rows.element_size() < 4 else 8 * torch.finfo(rows.dtype).eps
+    )  # rounding depends on the place in the batch
     return float((rows - rows[:1]).abs().max()) <= tolerance * float(rows.abs().max())

@@ -40,34 +40,38 @@ def fit(
     options: Options | None = None,
     **more: Any,
 ) -> History:
-    """Train a network in place; with a ``folder``, a killed run continues where it was, to the same numbers.
+    """Train a network in place. With a ``folder``, a killed run can be resumed and gives the same numbers.
 
     Example:
         >>> history = shaver.fit(model, train, valid, epochs=30, folder="runs/lenet")
         >>> scores = shaver.score(model, "opd", posterior=history.posterior)
 
-    The loss is the mean negative log likelihood of a batch. ``"map"`` adds the Gaussian prior as weight decay,
-    ``"l1"`` adds λ‖θ‖₁ as a proximal step (exact zeros, see :func:`shaver.training.lasso.soft_threshold`), and
-    ``"spam"`` learns the prior from the evidence on the way (see :class:`shaver.SpaM`).
+    The loss is the mean negative log likelihood of a batch. ``"map"`` is ordinary training: it adds the Gaussian prior
+    as weight decay. ``"l1"`` adds λ‖θ‖₁ as a proximal step (exact zeros, see
+    :func:`shaver.training.lasso.soft_threshold`). ``"spam"`` learns the prior from the evidence during training (see
+    :class:`shaver.SpaM`).
 
-    Under ``torchrun`` the same call trains in all processes together, to the numbers of one: each takes its part of
-    every batch (a loader with a ``DistributedSampler`` gives each its own), and the first one writes and shows.
+    Under ``torchrun`` the same call trains in all processes together and gives the same numbers as one process. Each
+    process takes its part of every batch, or its own batches from a loader with a ``DistributedSampler``. Only the
+    first process writes files and shows the progress bar.
 
     Args:
-        model: Trained in place, on the device it is on. Its mode is left as found; gradients are cleared.
+        model: The network, trained in place on its device. Its mode does not change; gradients are cleared.
         train: Data with ``.batches()`` (:mod:`shaver.data`), a DataLoader, or any re-iterable of batches.
-        valid: The same for validation: its loss and accuracy are recorded, nothing is chosen by them.
+        valid: Validation data in the same forms. Loss and accuracy are recorded; they do not affect training.
         method: ``"spam"``, ``"map"`` or ``"l1"``.
         epochs: Passes over the training data.
-        lr: Learning rate of a named optimizer; ``None`` is 0.05 for SGD and 0.001 for Adam.
-        batch_size: For data that make their own batches.
+        lr: Learning rate of a named optimizer. Default: 0.05 for SGD and 0.001 for Adam.
+        batch_size: Samples per batch, for data with ``.batches()``.
         spam: Further arguments of :class:`shaver.SpaM`, such as ``{"prior": "unit"}``.
-        masks: Hold these zeros, momentum and weight decay included: fine-tuning of what :func:`shaver.prune` left.
-        online: Prune while training, along a schedule: ``shaver.pruning.Online(0.99)`` weights, or
-            ``shaver.structure.Gradual(0.8, example=x)`` whole units, with the unit prior unless ``spam`` names one.
-        seed: Of everything random in training. The user's own random numbers are not disturbed.
-        folder: Where checkpoints, ``history.csv`` and, at the end of SpaM, the posterior go. ``None`` keeps nothing.
-            A checkpoint is continued if settings, data and initial weights are those of the run that wrote it.
+        masks: Keep these weights zero, also against momentum and weight decay: for fine-tuning after
+            :func:`shaver.prune`.
+        online: Prune during training, along a schedule: ``shaver.pruning.Online(0.99)`` removes weights,
+            ``shaver.structure.Gradual(0.8, example=x)`` removes whole units (with the unit prior, unless ``spam`` names
+            another).
+        seed: Seed of everything random in training. The global random state does not change.
+        folder: Folder for checkpoints, ``history.csv`` and, after SpaM, the posterior. Default: nothing is written.
+            A run is resumed if settings, data and initial weights are those of the run that wrote the checkpoint.
         options: Optimizer, likelihood, schedule, weight decay, clipping, mixed precision, progress bar, logger, …
         **more: Any of the :class:`~shaver.training.Options` by name, such as ``optimizer="adam"``,
             ``likelihood="regression"`` or ``progress=False``.
@@ -76,8 +80,8 @@ def fit(
         One row per epoch, and the posterior if the method is SpaM.
 
     Raises:
-        Diverged: A number stopped being finite; the last good checkpoint is left in ``folder``.
-        ValueError: Settings that do not go together, or a checkpoint of another run in ``folder``.
+        Diverged: A number is not finite; ``folder`` still has the last good checkpoint.
+        ValueError: Settings do not fit together, or ``folder`` has a checkpoint of another run.
 
     Warns:
         UserWarning: The network ended with the same outputs for every sample; ``history.dead`` says so too.
@@ -123,7 +127,7 @@ def fit(
         history.posterior = run.spam.posterior
         if place is not None and run.spread.first:
             history.posterior.save(place / checkpoints.POSTERIOR)
-    run.spread.ranks.wait()  # what the first rank wrote is there for all
+    run.spread.ranks.wait()  # until the first rank has written its files
     if history.dead and run.spread.first:
         warnings.warn(
             f"after {len(history)} epochs the network gives every sample the same outputs: its units have died, and it "
@@ -136,7 +140,7 @@ def fit(
 def _check_method(
     method: str, spam: Mapping[str, Any] | None, online: Schedule | None, options: Options
 ) -> dict[str, Any]:
-    """Refuse what does not go with the method; SpaM's options, those that suit what is removed included."""
+    """Refuse options that do not fit the method. Returns the options of SpaM, with defaults from ``online``."""
     if spam is not None and not isinstance(spam, Mapping):
         raise TypeError(f'spam takes a dict of SpaM\'s options, such as {{"prior": "unit"}}, not {spam!r}.')
     if method != "spam" and (spam or options.early_stopping):

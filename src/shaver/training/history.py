@@ -1,4 +1,4 @@
-"""What training looked like: one row per epoch, and where the rows go (a file, TensorBoard, a user's logger)."""
+"""The history of a training: one row per epoch, written to a file, to TensorBoard or to a user's logger."""
 
 import csv
 import io
@@ -19,11 +19,11 @@ class Logger(Protocol):
     """Anything with ``log(row, step)``, such as a run of an experiment tracker."""
 
     def log(self, row: dict[str, Any], step: int) -> object:
-        """Take one epoch's row; ``step`` is the epoch, counted from 1."""
+        """Log the row of one epoch; ``step`` is the epoch, counted from 1."""
 
 
 class History(list[dict[str, Any]]):
-    """One dict per epoch: ``epoch``, ``loss``, ``lr``, ``seconds`` and, where they exist, validation and evidence.
+    """One dict per epoch: ``epoch``, ``loss``, ``lr``, ``seconds`` and, if available, validation and evidence.
 
     A row has ``dead=True`` if the network gave every sample the same outputs at the end of the epoch.
 
@@ -33,8 +33,8 @@ class History(list[dict[str, Any]]):
         >>> history.to_csv("history.csv")
 
     Attributes:
-        posterior: What SpaM learned, ready for ``shaver.score(model, "opd", posterior=…)``; ``None`` for MAP and L1.
-        masks: What was held or pruned in training, ready for ``shaver.save(model, folder, masks)``; else ``None``.
+        posterior: The posterior from SpaM, for ``shaver.score(model, "opd", posterior=…)``; ``None`` for MAP and L1.
+        masks: The masks that were held or made during training, for ``shaver.save(model, folder, masks)``, or ``None``.
     """
 
     posterior: "Posterior | None" = None
@@ -46,7 +46,7 @@ class History(list[dict[str, Any]]):
         return bool(self) and bool(self[-1].get("dead", False))
 
     def column(self, name: str) -> list[Any]:
-        """One quantity over the epochs; ``None`` where an epoch did not have it."""
+        """One quantity per epoch; ``None`` for epochs without it."""
         return [row.get(name) for row in self]
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -67,7 +67,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError('logger="tensorboard" needs TensorBoard: pip install "shaver[track]".') from error
-        # After a crash the epochs that are done again must not appear twice.
+        # After a crash, epochs that are trained again must not appear twice.
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
 
     def log(self, row: dict[str, Any], step: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run is recognised by: its settings, its network, its data, where it starts. Other checkpoints are refused."""
+"""The identity of a run: settings, network, data and initial weights. Checkpoints of other runs are refused."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from shaver.likelihoods import Likelihood
 
-#: Of a larger array only evenly spaced rows are read.
+#: Of an array with more bytes than this, only evenly spaced rows are read.
 _WHOLE = 2**28
-#: How deep a data set's attributes are followed.
+#: Depth to which the attributes of a data set are followed.
 _DEPTH = 6
 
 
@@ -23,7 +23,7 @@ def check_same(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -
     """Refuse to continue a run with other settings, other data or another network.
 
     Raises:
-        ValueError: With every setting that differs, the checkpoint's value and the one asked for.
+        ValueError: A setting differs; the message has both values of each.
     """
     differences = []
     for key in dict.fromkeys([*saved, *asked]):
@@ -40,7 +40,7 @@ def check_same(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -
         return
     hint = ""
     if saved.get(START) != asked.get(START):
-        hint = " torch.manual_seed(…) before the network is made gives it the same initial weights each time."
+        hint = " Call torch.manual_seed(…) before creating the network to get the same initial weights each time."
     raise ValueError(
         f"{path} belongs to another run: {'; '.join(differences)}.{hint} "
         'Use another folder, the same settings, resume=False to start anew, or resume="anyway" to continue with other '
@@ -48,12 +48,12 @@ def check_same(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -
     )
 
 
-#: Entries of a run's identity: where it starts, and what it reads.
+#: Entries of a run's identity: initial weights and data.
 START, DATA, VALID = "initial weights", "data", "validation data"
 
 
 def describe(value: object) -> Any:
-    """A setting as plain values that can be saved and compared: functions and objects by their name."""
+    """A setting as plain values that can be saved and compared. Functions and objects are represented by their name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -80,10 +80,10 @@ def describe_likelihood(asked: str | Likelihood) -> str:
 
 
 def fingerprint(value: object) -> str:
-    """Twelve letters that differ for different contents: weights, masks, or the tensors that data are made of.
+    """A short checksum of weights, masks, or the tensors that data consist of.
 
-    Of an object of another kind, such as a data set, the tensors, arrays and lists among its attributes count. What is
-    made on the way, or read from disk, is not seen.
+    For other objects, such as a data set, the tensors, arrays and lists among its attributes count. Data that are
+    computed on the fly or read from disk are not included.
     """
     checksum = hashlib.sha256()
     _add(checksum, value, _DEPTH)
@@ -130,6 +130,6 @@ def _add_array(checksum: Any, content: np.ndarray[Any, Any], original: Any) -> N
 
 
 def _thinned(array: Any) -> Any:
-    """The array, or evenly spaced rows of one that is too large to be read as a whole."""
+    """The array, or evenly spaced rows of it if it is too large to read completely."""
     size = array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
     return array if size <= _WHOLE or not len(array.shape) else array[:: -(-size // _WHOLE)]

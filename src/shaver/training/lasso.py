@@ -16,9 +16,9 @@ from shaver.training.history import History
 def soft_threshold(optimizer: Optimizer, coefficient: float) -> None:
     """The proximal step of λ‖θ‖₁ after an optimizer's step: θ ← sign(θ) · max(|θ| − ηλ, 0).
 
-    η is the optimizer's effective step, so that at a fixed point the gradient of the mean loss balances λ under
-    momentum and under Adam alike. Unlike a subgradient it makes weights exactly zero and never oscillates around it.
-    Only weights with two or more dimensions are penalised: biases and norm parameters are not what gets pruned.
+    η is the optimizer's effective step, so at a fixed point the gradient of the mean loss balances λ, with momentum and
+    with Adam. Unlike a subgradient step, it makes weights exactly zero and never oscillates around zero. Only weights
+    with two or more dimensions are penalised: biases and norm parameters are not pruned.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -35,14 +35,14 @@ def l1_norm(model: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class L1Search:
-    """What :func:`search_l1` found.
+    """The result of :func:`search_l1`.
 
     Attributes:
         coefficient: The chosen λ.
         model: The network trained with it.
-        history: Its training.
-        rows: One dict for every λ tried: ``l1``, ``valid_loss``, ``valid_accuracy`` (classification), ``zeros``
-            (the share of weights that are exactly zero).
+        history: The history of that training.
+        rows: One dict per λ: ``l1``, ``valid_loss``, ``valid_accuracy`` (classification), and ``zeros``, the share of
+            weights that are exactly zero.
     """
 
     coefficient: float
@@ -60,23 +60,23 @@ def search_l1(
     tolerance: float = 0.005,
     **fit_options: Any,
 ) -> L1Search:
-    """Train once for every coefficient and choose the *largest* that costs at most ``tolerance`` on ``valid``.
+    """Train once per coefficient and choose the *largest* that costs at most ``tolerance`` on ``valid``.
 
-    The best validation score alone would choose the weakest penalty nearly always; the point of L1 is sparsity, so
-    the strongest penalty whose accuracy is within ``tolerance`` of the best is taken (for regression: whose
-    validation loss is within ``tolerance`` nats).
+    The best validation score would nearly always choose the weakest penalty. The purpose of L1 is sparsity, so the
+    strongest penalty whose accuracy is within ``tolerance`` of the best is chosen (for regression: whose validation
+    loss is within ``tolerance`` nats).
 
     Example:
         >>> found = search_l1(lambda: LeNet(), train, valid, epochs=10)
         >>> found.coefficient, found.model
 
     Args:
-        factory: Makes a fresh network; called once per coefficient, each time under the same seed.
-        train: As for :func:`shaver.fit`.
+        factory: Builds a new network; called once per coefficient, each time with the same seed.
+        train: Training data, as for :func:`shaver.fit`.
         valid: Validation data; never the test set.
-        coefficients: The λ to try.
-        tolerance: The loss of validation accuracy (or nats) worth paying for sparsity.
-        **fit_options: Passed to :func:`shaver.fit`; ``folder`` gets a subfolder for each λ.
+        coefficients: The values of λ to try.
+        tolerance: Acceptable loss of validation accuracy (or nats).
+        **fit_options: Passed to :func:`shaver.fit`; ``folder`` gets one subfolder per λ.
     """
     from shaver.training.fitting import fit  # the loop applies soft_threshold, so it imports this module
 

@@ -1,4 +1,4 @@
-"""SpaM for a run of ``fit``: what ``fit`` tells it, and where the outputs are in what the model returns."""
+"""SpaM in a run of ``fit``: its arguments, and how the outputs are found in the model's return value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -15,8 +15,8 @@ from shaver.settings import Settings, settings_for
 from shaver.spam import SpaM
 
 _UNKNOWN = (
-    "SpaM cannot tell where the outputs are in what the model returns: forward= gives none of its tensors, or gives "
-    'others in training; pass spam={"outputs": lambda result: …} as well.'
+    "SpaM cannot find the outputs in what the model returns: forward= returns none of its tensors, or different ones "
+    'in training; pass spam={"outputs": lambda result: …} as well.'
 )
 
 
@@ -31,20 +31,20 @@ def attach_spam(
     first_batch: Callable[[], Any],
     plain_loss: bool,
 ) -> SpaM:
-    """SpaM on a network that ``fit`` trains.
+    """Create SpaM for a network that ``fit`` trains.
 
     Args:
         model: The network.
         asked: The user's options.
-        own: What ``fit`` sets itself.
-        data_size: Samples of an epoch.
-        likelihood: Of the outputs.
-        forward: The user's own forward function, or the usual one.
-        first_batch: Gives a batch to try ``forward`` on.
-        plain_loss: The loss is a mean over the samples of a batch, and not scaled.
+        own: The arguments that ``fit`` sets itself.
+        data_size: Samples per epoch.
+        likelihood: The likelihood of the outputs.
+        forward: The user's own forward function, or the default.
+        first_batch: Returns a batch to try ``forward`` on.
+        plain_loss: Whether the loss is a mean over the samples of a batch, without a scale.
 
     Raises:
-        ValueError: An option belongs to ``fit``, is unknown, or the loss cannot be read.
+        ValueError: An option belongs to ``fit`` or is unknown, or the scale of the loss cannot be read.
         TypeError: The outputs cannot be found in what the model returns.
     """
     if clash := own.keys() & asked.keys():
@@ -65,10 +65,10 @@ def attach_spam(
 
 
 def outputs_finder(model: nn.Module, forward: Forward, batch: Any) -> Callable[[Any], Tensor]:
-    """From what the model returns to what ``forward`` makes of it, found out on a batch.
+    """A function from what the model returns to the outputs that ``forward`` returns, found on one batch.
 
     Raises:
-        TypeError: The model returns no tensor, and ``forward`` none of those that it does.
+        TypeError: ``forward`` returns none of the model's tensors, and the model returns no single tensor.
     """
     results: list[Any] = []
     handle = model.register_forward_hook(lambda module, args, result: results.append(result))

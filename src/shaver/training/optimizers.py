@@ -14,9 +14,9 @@ OptimizerLike = str | Callable[[Iterable[nn.Parameter]], Optimizer] | Optimizer
 #: The learning rate's factor as a function of the share of training done, 0 to 1; or its name.
 ScheduleLike = str | Callable[[float], float]
 
-#: Learning rate where the user gives none.
+#: Default learning rates.
 DEFAULT_LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
-#: Where the cosine ends.
+#: Learning rate at the end of the cosine.
 LAST_LR = 1e-6
 SCHEDULES = ("cosine", "constant")
 
@@ -26,11 +26,12 @@ def build_optimizer(
 ) -> Optimizer:
     """An optimizer over the model's trainable parameters.
 
-    ``"sgd"`` has momentum 0.9. ``weight_decay`` is L2 for SGD and Adam, decoupled for AdamW; the named optimizers get
-    zero if it is ``None``. A function or an object brings its own learning rate and weight decay.
+    ``"sgd"`` has momentum 0.9. ``weight_decay`` is L2 for SGD and Adam and decoupled for AdamW; ``None`` is zero. A
+    function or an object has its own learning rate and weight decay.
 
     Raises:
-        ValueError: Unknown name; ``lr`` or ``weight_decay`` beside an optimizer that has its own; a foreign optimizer.
+        ValueError: The name is unknown, ``lr`` or ``weight_decay`` is given with an optimizer that has its own, or the
+            optimizer belongs to another model.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -59,7 +60,7 @@ def build_optimizer(
 
 
 def check_schedule(schedule: ScheduleLike) -> None:
-    """Raise where the schedule is neither a known name nor a function."""
+    """Raise an error if the schedule is neither a known name nor a function."""
     if not callable(schedule):
         check_name("schedule", schedule, SCHEDULES)
 

@@ -1,4 +1,4 @@
-"""The settings of training that most runs leave alone."""
+"""The settings of training that most runs do not change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,37 +13,38 @@ from shaver.naming import check_count, check_name, check_number
 from shaver.training.history import Logger
 from shaver.training.optimizers import OptimizerLike, ScheduleLike, check_schedule
 
-#: Number types of mixed precision, by name.
+#: Data types of mixed precision, by name.
 AMP_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-#: Fields that change how a run is watched and not what it computes.
+#: Marks fields that do not change the numbers of a run.
 _PRESENTATION: Mapping[str, Any] = {"compare": False}
 
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of :func:`shaver.fit` that most runs leave alone.
+    """The settings of :func:`shaver.fit` that most runs do not change.
 
-    ``fit(…, clip=1.0)`` and ``fit(…, options=Options(clip=1.0))`` are the same.
+    ``fit(…, clip=1.0)`` and ``fit(…, options=Options(clip=1.0))`` are equivalent.
 
     Attributes:
         optimizer: ``"sgd"`` (momentum 0.9), ``"adam"``, ``"adamw"``, a function of the parameters, or an optimizer.
-        schedule: ``"cosine"`` (to 1e-6), ``"constant"``, or a function from the share of training done to a factor.
-        weight_decay: For a named optimizer. ``None`` is 1/N for MAP, the unit Gaussian prior, and 0 for L1; SpaM
-            refuses one, because its prior takes that place.
+        schedule: Learning rate schedule: ``"cosine"`` (to 1e-6), ``"constant"``, or a function from the share of
+            training done, 0 to 1, to a factor.
+        weight_decay: Weight decay of a named optimizer. Default: 1/N for MAP (the unit Gaussian prior), 0 for L1. Not
+            allowed for SpaM, whose prior replaces it.
         likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
-        l1: λ, for ``method="l1"`` alone; :func:`shaver.training.search_l1` looks for it.
-        clip: Largest norm of the whole gradient.
-        accumulate: Batches per optimizer step; the same gradient as one batch of all their samples.
+        l1: λ, for ``method="l1"`` only; :func:`shaver.training.search_l1` finds a value.
+        clip: Largest norm of the whole gradient. Default: no clipping.
+        accumulate: Batches per optimizer step. The gradient is that of one batch with all their samples.
         amp: Mixed precision: ``"float16"`` (with a gradient scaler), ``"bfloat16"``, or ``None`` for none.
-        early_stopping: Stop when the log evidence has not risen for this many epochs; SpaM only, needs no
-            validation data. The weights of the last epoch are kept.
-        resume: Continue from the newest checkpoint in ``folder``, if it is of the same run. False removes what is
-            there. ``"anyway"`` continues even if the data or the initial weights are others.
-        progress: Show a bar with the time left. ``None``: in a terminal, unless there is a logger.
-        logger: Gets every row as ``log(row, epoch)``; ``"tensorboard"`` writes into ``folder/tensorboard``.
-        forward: ``forward(model, batch)``, for batches that are neither tuples nor dicts.
-        targets: ``targets(batch)``, likewise.
+        early_stopping: Stop if the log evidence has not risen for this many epochs. SpaM only; needs no validation
+            data. The weights of the last epoch are kept.
+        resume: Continue from the newest checkpoint in ``folder`` if it belongs to the same run. False removes the
+            checkpoints. ``"anyway"`` continues even if the data or the initial weights differ.
+        progress: Whether to show a progress bar. Default: on a terminal, unless there is a logger.
+        logger: Gets each row as ``log(row, epoch)``; ``"tensorboard"`` writes into ``folder/tensorboard``.
+        forward: ``forward(model, batch)`` for batches that are neither tuples nor dicts.
+        targets: ``targets(batch)`` for batches that are neither tuples nor dicts.
     """
 
     optimizer: OptimizerLike = "sgd"
@@ -88,17 +89,17 @@ class Options:
             )
 
     def settled(self) -> dict[str, Any]:
-        """What changes the numbers of a run, by name; the optimizer and the likelihood have state and are not here."""
+        """The options that change the numbers of a run, by name, without the optimizer and the likelihood."""
         left_out = ("optimizer", "likelihood")
         return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata and f.name not in left_out}
 
 
 def options_with(options: Options | None, more: Mapping[str, Any]) -> Options:
-    """The options with further ones by keyword.
+    """The options, changed by the keywords in ``more``.
 
     Raises:
-        TypeError: ``options`` is something else.
-        ValueError: A keyword is unknown, with the nearest match.
+        TypeError: ``options`` is not an :class:`Options`.
+        ValueError: A keyword is unknown.
     """
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"options takes shaver.training.Options(…), not {options!r}.")
@@ -107,5 +108,5 @@ def options_with(options: Options | None, more: Mapping[str, Any]) -> Options:
     return replace(options or Options(), **more)
 
 
-#: The arguments of fit itself, for the nearest match of a misspelt one.
+#: The arguments of fit itself, to suggest the nearest match for a misspelt one.
 _ARGUMENTS = ("method", "epochs", "lr", "batch_size", "spam", "masks", "online", "seed", "folder", "options")

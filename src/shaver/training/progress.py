@@ -1,4 +1,4 @@
-"""A bar for the terminal: which epoch, how far, the loss, the numbers of the last epoch, and the time left."""
+"""A progress bar: the epoch, the loss, the numbers of the last epoch, and the remaining time."""
 
 import sys
 from types import TracebackType
@@ -13,11 +13,11 @@ class Progress:
     """Shows a bar on standard error, or nothing.
 
     Args:
-        method: A label.
+        method: The label of the bar.
         epochs: Epochs of the whole training.
         batches: Batches per epoch.
-        done: Epochs that are complete already.
-        shown: Whether there is a bar; ``None``: if standard error is a terminal.
+        done: Number of completed epochs.
+        shown: Whether to show a bar. ``None``: if standard error is a terminal.
     """
 
     def __init__(self, method: str, epochs: int, batches: int, done: int, *, shown: bool | None) -> None:
@@ -53,14 +53,14 @@ class Progress:
         return f"{self._label}  epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}"
 
     def advance(self, batches: int, loss: float) -> None:
-        """Some batches are done; ``loss`` is the epoch's mean so far."""
+        """Advance by some batches; ``loss`` is the mean of the epoch so far."""
         if self._bar is not None:
             self._bar.update(
                 self._task, advance=batches, description=self._describe(), numbers=f"loss {loss:.4f}{self._last}"
             )
 
     def end_epoch(self, row: dict[str, Any]) -> None:
-        """An epoch is complete."""
+        """Show the numbers of a completed epoch."""
         self._epoch = row["epoch"]
         shown = {"valid_accuracy": "  valid {:.2%}", "log_evidence": "  evidence {:.0f}"}
         self._last = "".join(text.format(row[key]) for key, text in shown.items() if row.get(key) is not None)

@@ -1,4 +1,4 @@
-"""The random state of a run: seeded apart from the user's own, saved in checkpoints and restored from them."""
+"""The random state of a run: separate from the user's own, saved in checkpoints and restored from them."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every global generator a training loop may draw from: torch, CUDA, numpy, Python."""
+    """The state of every global random generator that a training loop may use: torch, CUDA, numpy, Python."""
     version, words, gauss = random.getstate()
     mersenne: Any = np.random.get_state(legacy=True)
     _, keys, position, has_gauss, cached = mersenne
@@ -23,7 +23,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put every global generator back to what :func:`random_state` gave."""
+    """Restore the state of every global generator from :func:`random_state`."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -34,7 +34,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
-    """Run a block under its own seed; the user's random numbers afterwards are as if it had not run."""
+    """Run a block with its own seed; afterwards the global random state is as before."""
     before = random_state()
     try:
         torch.manual_seed(seed)

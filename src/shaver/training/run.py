@@ -1,4 +1,4 @@
-"""One training run: what changes while it goes on, and how it is saved."""
+"""One training run: its state, its steps and epochs, and its checkpoints."""
 
 import math
 import time
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """The state of a run and the rules that move it: a step, an epoch, a checkpoint.
+    """The state of a run, and the methods that train an epoch, take a step and write a checkpoint.
 
     Args:
         model: The network.
         train: Training data.
         valid: Validation data.
         settings: The arguments of ``fit`` that change the numbers: method, epochs, lr, batch_size, seed.
-        options: Everything else about the training.
+        options: All other settings of the training.
     """
 
     spam: "SpaM | None" = None
@@ -72,7 +72,7 @@ class Run:
     def prepare(
         self, spam: Mapping[str, Any], masks: Masks | None, online: Schedule | None, folder: Path | None
     ) -> None:
-        """Attach SpaM and what prunes, then take back a checkpoint if there is one."""
+        """Attach SpaM and the pruner, then restore a checkpoint if there is one."""
         try:
             if self.method == "spam":
                 self._attach_spam(spam)
@@ -93,12 +93,12 @@ class Run:
 
     @property
     def masks(self) -> Masks | None:
-        """The masks in force: those that are held, or those that the pruner has reached."""
+        """The current masks: those that are held, or those of the pruner."""
         holder = self.hold if self.hold is not None else self.pruner
         return None if holder is None else holder.masks
 
     def _identity(self, spam: Mapping[str, Any], masks: Masks | None, online: Schedule | None) -> dict[str, Any]:
-        """What the run is recognised by when it is continued."""
+        """The identity of the run, by which a checkpoint is accepted or refused."""
         described: dict[str, Any] = identity.describe(
             {
                 **self.settings,
@@ -120,7 +120,7 @@ class Run:
         }
 
     def _open(self, folder: Path) -> dict[str, Any] | None:
-        """Make the folder ready; the newest state in it if there is one, and it belongs to this run."""
+        """Prepare the folder. Returns the newest state in it, if there is one and it belongs to this run."""
         check_folder(folder)
         if self.spread.first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ class Run:
         )
 
     def train_epoch(self, bar: Progress) -> dict[str, Any]:
-        """One pass over the data; then validation, evidence, the row and the checkpoint."""
+        """Train one epoch, then validate, record the row and write the checkpoint."""
         began = time.perf_counter()
         self.model.train()
         total, seen, lr = 0.0, 0, 0.0
@@ -167,7 +167,7 @@ class Run:
             total, seen = total + loss, seen + size
             bar.advance(len(group), total / seen)
         if not seen:
-            raise ValueError(f"train gave no batches in epoch {self.epoch + 1}; it had {self.train.count} before.")
+            raise ValueError(f"train had no batches in epoch {self.epoch + 1}; it had {self.train.count} before.")
         self._checked = True
         self.spread.even_buffers()
         if self.spam is not None:
@@ -206,7 +206,7 @@ class Run:
         size, total, error = sum(batch_size_of(batch) for batch in own), 0.0, None
         try:
             total = self._differentiate(own, size)
-        except Exception as raised:  # which the other ranks have to know before it stops this one
+        except Exception as raised:  # the other ranks must know before this rank stops
             error = raised
         total, size = self.spread.gather(total, size, error)
         self.step += 1
@@ -221,7 +221,7 @@ class Run:
             with self._autocast():
                 outputs = self.options.forward(self.model, batch)
                 expected = self.options.targets(batch)
-                if not self._checked:  # every batch of the first epoch; later ones cost nothing
+                if not self._checked:  # only in the first epoch
                     self.likelihood.check(outputs, expected)
                 loss = self._loss(outputs, expected, size)
             value = float(loss.detach())
@@ -235,26 +235,26 @@ class Run:
     def _loss(self, outputs: Tensor, expected: Tensor, size: int) -> Tensor:
         """This batch's share of the mean negative log likelihood over the ``size`` samples of a step."""
         if self.spam is not None and self.plain_loss:
-            return self.spam.loss(outputs, expected)  # the same number, and SpaM knows what it is
+            return self.spam.loss(outputs, expected)  # the same number, which SpaM records
         return self.likelihood.nll(outputs, expected).sum() / size
 
     def _again(self) -> Iterator[Any]:
-        """The batches of the present epoch once more, for a curvature estimate."""
+        """The batches of the current epoch again, for a curvature estimate."""
         own = self.spread.own(self.train.epoch(self.epoch))
         return (to_device(batch, self.device) for batch in own if batch is not None)
 
     def _reading(self) -> dict[str, Any]:
-        """The user's own functions, where there are any."""
+        """The user's own functions ``forward`` and ``targets``, if there are any."""
         options = self.options
         given = {"forward": (options.forward, forward_of), "targets": (options.targets, targets_of)}
         return {name: own for name, (own, usual) in given.items() if own is not usual}
 
     def _apply(self) -> None:
-        """Check and clip the gradient, then step by the method's rule."""
+        """Check and clip the gradient, then take the step of the method."""
         if self.scaler is not None and self.options.clip is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        if self.scaler is None:  # a scaler meets infinite gradients by design and skips the step itself
+        if self.scaler is None:  # with a scaler, infinite gradients are normal, and it skips the step
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             if not math.isfinite(float(norm)):
                 found = divergence.explain_gradient(self.model)
@@ -276,7 +276,7 @@ class Run:
             self.pruner.after_step(min(1.0, self.step / (self.epochs * self.steps_per_epoch)))
 
     def release(self) -> None:
-        """Leave no gradients and no hooks behind, and give a user's own optimizer its learning rate back."""
+        """Remove gradients and hooks, and restore the learning rate of a user's own optimizer."""
         if self.spam is not None:
             self.spam.close()
         for holder in (self.hold, self.pruner):
@@ -287,7 +287,7 @@ class Run:
             group["lr"] = base
 
     def _set_lr(self) -> float:
-        share = self.step / max(1, self.epochs * self.steps_per_epoch - 1)  # the last step has the last rate
+        share = self.step / max(1, self.epochs * self.steps_per_epoch - 1)  # the last step has the final rate
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = scheduled_lr(self.options.schedule, base, share)
         return float(self.optimizer.param_groups[0]["lr"])
@@ -301,7 +301,7 @@ class Run:
                 continue
             batch = to_device(batch, self.device)
             outputs, expected = self.options.forward(self.model, batch), self.options.targets(batch)
-            if not self.history:  # every batch of the first validation
+            if not self.history:  # only in the first validation
                 self.likelihood.check(outputs, expected)
             own = float(self.likelihood.nll(outputs, expected).sum())
             if not math.isfinite(own):
@@ -328,7 +328,7 @@ class Run:
 
     @contextmanager
     def _naming_divergence(self) -> Iterator[None]:
-        """Exploding precisions or an evidence that is not finite end training as a NaN in the loss does."""
+        """Report precisions or an evidence that are not finite as divergence, like a NaN in the loss."""
         try:
             yield
         except FloatingPointError as error:
@@ -336,10 +336,10 @@ class Run:
 
     def _diverged(self, culprit: str, ahead: int = 0) -> Diverged:
         if self.folder is None:
-            rest = "no folder was given, so there is no checkpoint to go back to."
+            rest = "no folder was given, so there is no checkpoint."
         else:
             rest = (
-                f"the state after epoch {self.epoch} is in {self.folder}." if self.epoch else "no epoch was complete."
+                f"the state after epoch {self.epoch} is in {self.folder}." if self.epoch else "no epoch was completed."
             )
         advice = f"A smaller lr, clip=1.0 or cleaner data usually help; {rest}"
         return Diverged(self.epoch + 1, self.step + ahead, culprit, advice)

@@ -1,4 +1,4 @@
-"""What training reads from: data held in memory, a DataLoader, or any list of batches, seen in one way."""
+"""Training data behind one interface: data in memory, a DataLoader, or any list of batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Source:
 
     Attributes:
         batches: The iterable itself.
-        data_size: N, the number of samples of an epoch.
-        count: The number of batches of an epoch.
-        origin: What the user gave.
+        data_size: N, the number of samples per epoch.
+        count: The number of batches per epoch.
+        origin: The data that the user passed.
     """
 
     batches: Iterable[Any]
@@ -30,7 +30,7 @@ class Source:
 
     @property
     def description(self) -> str:
-        """The data in words that differ for other data."""
+        """A description that differs between different data."""
         return f"{self.data_size} samples in {self.count} batches, contents {fingerprint(self.origin)}"
 
     def epoch(self, number: int) -> Iterable[Any]:
@@ -42,7 +42,7 @@ class Source:
         return self.batches
 
     def first(self) -> Any:
-        """One batch, to look at; the order of those to come is not disturbed."""
+        """One batch. The order of later batches does not change."""
         states = [(generator, generator.get_state()) for generator in self.generators()]
         try:
             with torch.random.fork_rng(devices=[]):
@@ -52,18 +52,18 @@ class Source:
                 generator.set_state(state)
 
     def generators(self) -> list[torch.Generator]:
-        """Generators a DataLoader draws from besides the global one: their state is part of a checkpoint."""
+        """Generators that a DataLoader uses besides the global one; a checkpoint holds their state."""
         owners = (self.batches, getattr(self.batches, "sampler", None))
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def open_source(data: Any, role: str, batch_size: int, *, shuffle: bool, seed: int = 0) -> Source:
-    """Read ``data`` as batches, and count them.
+    """Turn ``data`` into batches and count them.
 
     Raises:
-        TypeError: It cannot be iterated, or only once.
-        ValueError: It is empty.
+        TypeError: The data cannot be iterated, or only once.
+        ValueError: The data are empty.
     """
     if hasattr(data, "batches"):
         batches = data.batches(batch_size, shuffle=True, seed=seed) if shuffle else data.batches(batch_size)
@@ -80,7 +80,7 @@ def open_source(data: Any, role: str, batch_size: int, *, shuffle: bool, seed: i
         )
     data_size, count = _count(batches)
     if not count or not data_size:
-        raise ValueError(f"{role} is empty: it gave {count} batches with {data_size} samples.")
+        raise ValueError(f"{role} is empty: it has {count} batches with {data_size} samples.")
     return Source(batches, data_size, count, data)
 
 
@@ -91,7 +91,7 @@ def _count(batches: Iterable[Any]) -> tuple[int, int]:
         if size is None:
             size = len(batches.dataset)  # type: ignore[attr-defined]
         return int(size), count
-    except (TypeError, AttributeError):  # no length, or no data set behind it: count the samples
+    except (TypeError, AttributeError):  # no length, or no data set: count the batches once
         sizes = [batch_size_of(batch) for batch in batches]
         return sum(sizes), len(sizes)
 

@@ -1,7 +1,7 @@
 """``fit`` in several processes under ``torchrun``: each takes its part of every batch, and all do the same step.
 
-The processes hold the same network and read the same batches. A gradient is the sum of the ranks' own, each weighed
-by its samples, so that parts of unequal size, or a rank with none, give the gradient of the whole batch.
+The processes hold the same network and read the same batches. The gradient is the sum over the ranks, each weighted by
+its number of samples. So unequal parts, or a rank without samples, still give the gradient of the whole batch.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from shaver.training.randomness import random_state, set_random_state
 
 
 def join(device: torch.device) -> Ranks:
-    """The ranks of this run: those of the default process group, which is made if ``torchrun`` started this process."""
+    """The ranks of the default process group. It is created if ``torchrun`` started this process."""
     if not dist.is_available():
         return ALONE
     if not dist.is_initialized():
@@ -37,45 +37,45 @@ def join(device: torch.device) -> Ranks:
 
 
 def _leave() -> None:
-    """At the end of the process: wait a moment for the others, so that no rank pulls the connection from another."""
+    """At the end of the process: wait briefly for the other ranks, so that none loses its connection."""
     if dist.is_initialized():
-        with suppress(RuntimeError):  # a rank that is gone already, or still busy
+        with suppress(RuntimeError):  # a rank has ended already, or is still busy
             if dist.get_backend() == "gloo":
                 dist.monitored_barrier(timeout=timedelta(seconds=5))
         dist.destroy_process_group()
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """``fit`` spreads the network itself, and a wrapper would do it a second time.
+    """Refuse wrapped networks: ``fit`` distributes the network itself.
 
     Raises:
         TypeError: The model is wrapped, or its parameters are sharded.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise TypeError(
-            f"fit spreads the network over the processes of torchrun itself: pass the plain network instead of "
-            f"{type(model).__name__}, or use shaver.SpaM in a loop of your own."
+            f"fit distributes the network over the processes of torchrun itself: pass the plain network instead of "
+            f"{type(model).__name__}, or use shaver.SpaM in your own loop."
         )
     if any(hasattr(p, "placements") for p in model.parameters()):
-        raise TypeError("fit does not train sharded parameters; use shaver.SpaM in a loop of your own under FSDP.")
+        raise TypeError("fit does not train sharded parameters; with FSDP, use shaver.SpaM in your own loop.")
 
 
 class Spread:
-    """Makes the processes of a run act as one; does nothing if there is only one."""
+    """Keeps the ranks of a run together. With a single process it does nothing."""
 
     def __init__(self, ranks: Ranks, model: nn.Module) -> None:
         self.ranks, self.model = ranks, model
-        ranks.copy_([*model.parameters(), *model.buffers()])  # all ranks start from the weights of the first
+        ranks.copy_([*model.parameters(), *model.buffers()])  # all ranks start with the weights of the first
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the one that writes and shows."""
+        """Whether this rank writes files and shows progress."""
         return self.ranks.rank == 0
 
     def own(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """This rank's part of each batch; a part may be empty, which is ``None``.
+        """This rank's part of each batch; ``None`` for an empty part.
 
-        All ranks draw from the first one's random numbers here, so that shuffled batches are the same on all.
+        All ranks take over the random state of the first rank, so that shuffled batches are the same on all ranks.
         """
         if self.ranks:
             set_random_state(self.ranks.share(random_state()))
@@ -94,7 +94,7 @@ class Spread:
             yield part if high > low else None
 
     def draws(self, groups: Iterator[Any], seed: int, epoch: int) -> Iterator[Any]:
-        """An epoch's batches; what is drawn after their order (dropout) is each rank's own."""
+        """The batches of an epoch. Random numbers drawn after the order of batches (dropout) differ between ranks."""
         if not self.ranks:
             return groups
         first = next(groups, None)  # a sampler draws its order with the first batch
@@ -104,12 +104,12 @@ class Spread:
         return groups if first is None else chain([first], groups)
 
     def gather(self, loss: float, size: int, error: Exception | None) -> tuple[float, int]:
-        """Sum the gradients in place, and the loss and the number of samples; or stop on all ranks.
+        """Sum the gradients (in place), the loss and the number of samples over the ranks, or stop on all ranks.
 
         Args:
-            loss: This rank's summed loss, of which the gradients' loss is the mean.
-            size: Its number of samples.
-            error: What went wrong in its passes.
+            loss: This rank's loss, summed over its samples. The gradients are those of the mean.
+            size: This rank's number of samples.
+            error: The error in this rank's passes, or None.
         """
         if not self.ranks:
             if error is not None:
@@ -123,7 +123,7 @@ class Spread:
         if failed:
             raise RuntimeError("another rank stopped with an error, which it reports itself.")
         if not seen:
-            raise ValueError("train gave an empty batch.")
+            raise ValueError("train has an empty batch.")
         gradients: list[Tensor] = []
         for p, has in zip(parameters, anywhere, strict=True):
             if has:
@@ -135,7 +135,7 @@ class Spread:
         return total, int(seen)
 
     def even_buffers(self) -> None:
-        """Running statistics become the mean of the ranks' own; counters are the same anyway."""
+        """Average the running statistics over the ranks; counters are equal already."""
         if self.ranks:
             floating = [b for b in self.model.buffers() if b.is_floating_point()]
             self.ranks.sum_(floating)
@@ -143,21 +143,21 @@ class Spread:
                 buffer.div_(self.ranks.size)
 
     def check_same_epoch(self, epoch: int, folder: object) -> None:
-        """All ranks have read the same checkpoint.
+        """Check that all ranks have read the same checkpoint.
 
         Raises:
-            ValueError: They have not, which happens on several machines without a common file system.
+            ValueError: They have not: several machines do not share a file system.
         """
         (total,) = self.ranks.total(epoch)
         if total != epoch * self.ranks.size:
             raise ValueError(
                 f"the ranks found different checkpoints in {folder} (here epoch {epoch}, {total / self.ranks.size:g} "
-                "on average): it must be on a file system that all of them see."
+                "on average): the folder must be on a file system that all of them share."
             )
 
 
 def _is_sharded(batches: Iterable[Any]) -> bool:
-    """A loader that gives each rank its own samples already."""
+    """Whether a loader already gives each rank its own samples."""
     sampler = getattr(batches, "sampler", None)
     inner = getattr(getattr(batches, "batch_sampler", None), "sampler", None)
     return isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler)
