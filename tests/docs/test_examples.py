@@ -66,7 +66,7 @@ def test_make_smaller(run, tmp_path):
     assert "the same outputs after loading: True" in said
     masked, compact = re.search(r"test accuracy ([\d.]+)% masked, ([\d.]+)% compact", said).groups()
     assert masked == compact
-    assert float(re.search(r"FLOPs a sample .*÷ ([\d.]+)", said)[1]) > 3
+    assert float(re.search(r"FLOPs per sample .*÷ ([\d.]+)", said)[1]) > 3
     assert (tmp_path / "small").is_dir()
 
 

@@ -198,11 +198,13 @@ def test_what_cannot_be_is_said():
     model = mlp()
     spam = SpaM(model, 44)
     lbfgs, sgd = torch.optim.LBFGS(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss itself: spam.step\(optimizer, closure=closure\)"):
+    with pytest.raises(
+        TypeError, match=r"LBFGS evaluates the loss itself: call spam.step\(optimizer, closure=closure\)"
+    ):
         spam.step(lbfgs)
-    with pytest.raises(TypeError, match="one optimizer and without a scaler"):
+    with pytest.raises(TypeError, match="one optimizer and no scaler"):
         spam.step(sgd, lbfgs, closure=lambda: None)
-    with pytest.raises(TypeError, match="one optimizer and without a scaler"):
+    with pytest.raises(TypeError, match="one optimizer and no scaler"):
         spam.step(sgd, closure=lambda: None, scaler=object())
     spam.attach(sgd)
     with pytest.raises(RuntimeError, match=r"call optimizer\.step\(\) itself"):
