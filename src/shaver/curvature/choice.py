@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from shaver.batches import Forward
 from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Recording, Spread
@@ -77,7 +78,7 @@ class _Chooser:
         self._adopt_functional()
         self.plan = Plan(samples=probe.samples, routed=probe.routed, alters_inputs=probe.alters_inputs)
         self.spread: dict[str, Spread] = {}
-        self.vectorised: list[bool] = []
+        self._deciding: dict[str, tuple[bool, bool]] = {}  # layer → how well its layout is known
         self.rejected: dict[str, str] = {}  # rule → why it does not fit the current parameter
 
     def choose(self, name: str) -> None:
@@ -90,12 +91,11 @@ class _Chooser:
         for try_fit in (self.layer_rules, self.layer_without_samples, self.copied_parameter):
             choice = try_fit(name, expected)
             if choice is not None:
-                self._add(name, choice)
+                self._add(name, choice, self.probe.tells(expected))
                 return
         kinds = " + ".join(type(self.model.get_submodule(m)).__name__ for m, _ in self._places(name, real=True))
         tried = (f"{label} {reason}" for label, reason in self.rejected.items())
         self.plan.generic[name] = "; ".join([f"no rule for this use in {kinds}", *tried])
-        self.vectorised.append(self.probe.vmap_agrees(name, expected))
 
     # The strategies ----------------------------------------------------------------------------------------------
 
@@ -136,9 +136,11 @@ class _Chooser:
         """A raw parameter that broadcasts: each copy receives its sample's gradient."""
         places = self._places(name, real=True)
         is_called = any(layer in self.probe.passed for layer, _ in self._places(name))
-        if len(places) != 1 or is_called or self.probe.routed:  # routed rows are not the samples
-            return None
+        if len(places) != 1 or is_called or self.probe.routed or not self.probe.tells(expected):
+            return None  # routed rows are not the samples
         ((owner, own),) = places
+        if isinstance(self.model.get_submodule(owner), parametrize.ParametrizationList):
+            return None  # its functions may take any shape without a word
         for ones in (-1, 0) if expected.ndim > 2 else (0, 1, 2):
             if ones < 0 and expected.shape[1] != 1:
                 continue
@@ -194,15 +196,17 @@ class _Chooser:
                 self.owners[call.name] = own
                 self.candidates[call.name] = [Candidate("linear", linear)]
 
-    def _add(self, name: str, choice: Choice) -> None:
+    def _add(self, name: str, choice: Choice, tells: bool) -> None:
+        """Add a choice. A layer has one layout; its weight decides, unless the weight's gradient tells nothing."""
         if choice.copies is not None:
             self.plan.copies[name] = choice.copies
         for part in choice.parts:
-            layer = self.plan.layers.setdefault(
-                part.layer, Layer(part.candidate.label, part.candidate.rule, part.layout)
-            )
-            if part.own == "weight":  # a bias alone fits several layouts, so the weight decides
-                layer.label, layer.rule, layer.layout = part.candidate.label, part.candidate.rule, part.layout
+            label, rule = part.candidate.label, part.candidate.rule
+            layer = self.plan.layers.setdefault(part.layer, Layer(label, rule, part.layout))
+            weight = (tells, part.own == "weight")  # a bias alone fits several layouts
+            if weight > self._deciding.get(part.layer, (False, False)):
+                layer.label, layer.rule, layer.layout = label, rule, part.layout
+                self._deciding[part.layer] = weight
             layer.parameters[part.own] = name
             if choice.spread is not None:
                 self.spread[part.layer] = choice.spread
@@ -216,7 +220,6 @@ class _Chooser:
             list(plan.copies.values()),
             self.spread,
         )
-        plan.vectorised = bool(self.vectorised) and all(self.vectorised)
         count = self.probe.count
         shared = sum(call.shape.numel() for call in calls if call.name in self.spread)  # had no samples in the probe
         plan.outputs = (sum(call.shape.numel() for call in calls) - shared) // count + shared

@@ -229,7 +229,7 @@ class _Estimation:
         del outputs, calls, edges
         if rest:
             weights = {name: self.wanted[name] for name in rest}
-            generic = GenericRule(self.function, self.budget, plan.samples, plan.vectorised)
+            generic = GenericRule(self.function, self.budget, plan)
             for name, squares in generic.square_sum(weights, batch, cotangents).items():
                 self._add_diagonal(name, squares, index)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shaver.curvature.blocks import at_least_float32
 from shaver.curvature.capture import Functional, Samples
+from shaver.curvature.plan import Plan
 
 
 class GenericRule:
@@ -16,14 +17,12 @@ class GenericRule:
 
     Args:
         function: The model as a function of parameters and batch.
-        budget: Bytes of per-sample gradients in memory at a time.
-        samples: Which entries of a batch have one row per sample.
-        vectorised: Whether to use vmap where it works. If not, samples are processed one at a time.
+        budget: Bytes of per-sample gradients to hold at once.
+        plan: Says which entries of a batch have one row per sample, and whether to try vmap.
     """
 
-    def __init__(self, function: Functional, budget: int, samples: Samples, vectorised: bool) -> None:
-        self.function, self.budget = function, budget
-        self.samples, self.vectorised = samples, vectorised
+    def __init__(self, function: Functional, budget: int, plan: Plan) -> None:
+        self.function, self.budget, self.plan = function, budget, plan
 
     def square_sum(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
         """Σ_k Σ_n (∂⟨f(x_n), c_kn⟩/∂θ)² for each of ``weights``.
@@ -40,22 +39,46 @@ class GenericRule:
         step = max(1, min(count, self.budget // max(sample, 1)))
         for start in range(0, count, step):
             piece = slice(start, min(start + step, count))
-            grads = self._gradients(weights, self.samples.take(batch, piece), cotangents[:, piece])
+            grads = self._gradients(weights, self.plan.samples.take(batch, piece), cotangents[:, piece])
             for name, rows in grads.items():
                 totals[name] += rows.detach().to(totals[name].dtype).square().sum((0, 1))
         return totals
 
     def _gradients(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
-        """``(K, n, *shape)`` by name; one sample at a time if vmap does not work."""
+        """``(K, n, *shape)`` by name; one sample after another where vmap fails."""
         detached = {name: w.detach() for name, w in weights.items()}
-        found = vmapped_gradients(self.function, detached, batch, cotangents, self.samples) if self.vectorised else None
-        if found is not None:
-            return found
+        if self.plan.vectorised:
+            found = vmapped_gradients(self.function, detached, batch, cotangents, self.plan.samples)
+            if found is not None and self._holds(found, detached, batch, cotangents):
+                return found
+            self.plan.vectorised = False
         rows = [
-            self._single(detached, self.samples.take(batch, slice(n, n + 1)), cotangents[:, n])
+            self._single(detached, self.plan.samples.take(batch, slice(n, n + 1)), cotangents[:, n])
             for n in range(cotangents.shape[1])
         ]
         return {name: torch.stack([row[name] for row in rows], 1) for name in detached}
+
+    def _holds(
+        self, found: Mapping[str, Tensor], weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor
+    ) -> bool:
+        """Whether a random combination of the gradients is what one ordinary backward pass gives for it.
+
+        Operators exist whose batching rule is wrong (PReLU's backward pass in torch 2.13, for some sizes).
+        """
+        generator = torch.Generator().manual_seed(0)
+        factors = torch.randn(cotangents.shape[:2], generator=generator).to(cotangents)
+        direction = (cotangents * factors.view(*factors.shape, *(1,) * (cotangents.ndim - 2))).sum(0)
+        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        outputs = self.function.at(leaves, batch)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), direction, allow_unused=True)
+        for name, grad in zip(leaves, grads, strict=True):
+            rows = found[name]
+            combined = torch.tensordot(factors.to(rows), rows, 2)
+            missed = combined if grad is None else combined - grad.to_dense()
+            error = {torch.float64: 1e-9, torch.float32: 1e-3}.get(rows.dtype, 0.1)
+            if not bool(missed.norm() <= error * rows.norm()):
+                return False
+        return True
 
     def _single(self, weights: dict[str, Tensor], batch: Any, rows: Tensor) -> dict[str, Tensor]:
         leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}

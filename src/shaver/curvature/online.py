@@ -297,7 +297,7 @@ class OnlineCurvature:
             assert seen.cotangent is not None
             function = Functional(self.model, self._call)
             function.copies_inputs = seen.plan.alters_inputs
-            rule = GenericRule(function, MEMORY_BUDGET, seen.plan.samples, seen.plan.vectorised)
+            rule = GenericRule(function, MEMORY_BUDGET, seen.plan)
             with self.paused(), undisturbed(self.model), uncompiled():
                 weights = {name: self.wanted[name] for name in rest}
                 squares = rule.square_sum(weights, seen.inputs, seen.cotangent.unsqueeze(0))

@@ -58,7 +58,7 @@ class Plan:
         samples: Which entries of a batch have one row per sample.
         routed: Whether the data may decide which rows a layer receives; if so, each batch is checked.
         alters_inputs: Whether the network changes its input in place.
-        vectorised: Whether the generic rule may use vmap; the batching rules of some operators are wrong.
+        vectorised: Whether the generic rule tries vmap; switched off where vmap fails.
         outputs: Number of values per sample in the recorded outputs, which a backward pass keeps in memory.
         patches: The largest number of values per sample that any layer's inputs unfold to.
     """
@@ -71,7 +71,7 @@ class Plan:
     samples: Samples = field(default_factory=Samples)
     routed: bool = False
     alters_inputs: bool = False
-    vectorised: bool = False
+    vectorised: bool = True
     outputs: int = 0
     patches: int = 0
 

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from shaver.batches import Forward, batch_size_of
 from shaver.curvature.blocks import at_least_float32
 from shaver.curvature.capture import Call, Functional, Recording, Samples, copied
-from shaver.curvature.generic import vmapped_gradients
 from shaver.curvature.uses import Use
 
 #: Samples in the probe. With three, a dimension of two tokens is not mistaken for the samples.
@@ -27,7 +26,8 @@ class Probe:
     """A few samples of a batch, passed through the model at randomly perturbed weights.
 
     The weights are copies; the model does not change. They are perturbed because at special weights, such as a
-    zero-initialised head, all gradients before the head vanish and a wrong rule would pass the check.
+    zero-initialised head, all gradients before the head vanish and a wrong rule would pass the check. Samples that are
+    all equal or zero are perturbed for the same reason.
 
     Args:
         model: The network.
@@ -109,7 +109,7 @@ class Probe:
             missed += float(_squares(found - row.to(found.dtype)))
             size += float(_squares(row))
         rms = math.sqrt(size / expected.numel())
-        return math.sqrt(missed / expected.numel()) <= tolerance(expected) * (rms + 1e-4 * self._floor)
+        return math.sqrt(missed / expected.numel()) <= tolerance(expected) * (rms + _negligible(expected) * self._floor)
 
     def holds_on_random_inputs(self, module: nn.Module, rule: Callable[..., Mapping[str, Use]], inputs: Tensor) -> bool:
         """Whether a rule also holds for normal random inputs: the batch may, for example, have no negative ones."""
@@ -117,7 +117,8 @@ class Probe:
             return True
         generator = torch.Generator().manual_seed(1)
         with self.function.placed(self.weights), torch.enable_grad():
-            x = torch.randn(inputs.shape, generator=generator).to(inputs)
+            # in the parameters' precision: the model's own pass may have run under autocast
+            x = torch.randn(inputs.shape, generator=generator).to(next(module.parameters()))
             y = module(x.clone())
             direction = torch.randn(y.shape, generator=generator).to(y)
             own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -129,16 +130,10 @@ class Probe:
                 for i, name in enumerate(own)
             )
 
-    def vmap_agrees(self, name: str, expected: Tensor) -> bool:
-        """Whether vmap gives the per-sample gradients, for one output gradient and for two."""
-        with self.function.placed({n: w.detach() for n, w in self.weights.items()}):
-            weights = {name: self.weights[name].detach()}
-            for columns in (1, 2):
-                rows = self.direction.expand(columns, *self.direction.shape)
-                found = vmapped_gradients(self.function, weights, copied(self.batch), rows, self.samples)
-                if found is None or not all(self._close(row, expected, self._floor) for row in found[name]):
-                    return False
-        return True
+    def tells(self, expected: Tensor) -> bool:
+        """Whether gradients can tell a right copy per sample from a wrong one: those of two samples at least differ."""
+        sizes = at_least_float32(expected).reshape(self.count, -1).square().mean(1).sqrt()
+        return int((sizes > _negligible(expected) * self._floor).sum()) >= min(2, self.count)
 
     def _first_pass(self, batch: Any) -> Tensor:
         """Run the model; find the entries of the batch that are not per sample by trying. The outputs have a graph."""
@@ -155,7 +150,7 @@ class Probe:
 
     def _try_pass(self, batch: Any, samples: Samples) -> Tensor:
         self.samples = samples
-        self.batch = copied(samples.take(batch, slice(0, SAMPLES)))
+        self.batch = _varied(samples, copied(samples.take(batch, slice(0, SAMPLES))))
         self.count = batch_size_of(self.batch)
         given, routing = copied(self.batch), _Routing()
         with described(self.batch), routing, self._recording.of(self.count) as self.calls:
@@ -201,7 +196,10 @@ class Probe:
         """Equal up to rounding, relative to the expected size; for an expected zero, relative to ``floor``."""
         if found.shape != expected.shape:
             return False
-        return bool(_rms(found - expected.to(found.dtype)) <= tolerance(expected) * (_rms(expected) + 1e-4 * floor))
+        return bool(
+            _rms(found - expected.to(found.dtype))
+            <= tolerance(expected) * (_rms(expected) + _negligible(expected) * floor)
+        )
 
 
 class _Routing(TorchFunctionMode):
@@ -268,6 +266,11 @@ def tolerance(values: Tensor) -> float:
     return _TOLERANCE.get(values.dtype, 0.2)
 
 
+def _negligible(values: Tensor) -> float:
+    """The size, as a share of the largest gradient's, below which a gradient may be zero but for rounding."""
+    return 1e-8 if values.dtype == torch.float64 else 1e-4
+
+
 def _dense(values: Tensor) -> Tensor:
     return values.to_dense() if values.is_sparse else values
 
@@ -278,6 +281,21 @@ def _squares(values: Tensor) -> Tensor:
 
 def _rms(values: Tensor) -> Tensor:
     return at_least_float32(values).square().mean().sqrt()
+
+
+def _varied(samples: Samples, batch: Any) -> Any:
+    """The batch with noise on the entries that are equal for all samples."""
+    generator = torch.Generator().manual_seed(2)
+    rows, rebuild = samples.split(batch)
+
+    def vary(values: Tensor) -> Tensor:
+        is_plain = values.is_floating_point() and bool(torch.isfinite(values).all())
+        if not is_plain or not bool((values == values[:1]).all()) or (len(values) == 1 and bool(values.any())):
+            return values
+        scale = 0.1 * values.square().mean().sqrt() + 0.1
+        return values + scale * torch.randn(values.shape, generator=generator).to(values)
+
+    return rebuild([vary(row) for row in rows])
 
 
 def _perturbed(parameter: Tensor, generator: torch.Generator) -> Tensor:
