@@ -55,7 +55,7 @@ class StoredNetwork:
         if factory is None and self.network is None:
             raise ValueError(
                 f"{self.source} holds weights but not how to build their network: pass factory=… in Python, or "
-                "--factory package.module:function on the command line (such as --factory shaver.zoo:LeNet)."
+                "pass --factory package.module:function on the command line, such as --factory shaver.zoo:LeNet."
             )
         model = self._built() if factory is None else factory if isinstance(factory, nn.Module) else _made(factory)
         weights, resized = self._fitting(model)
