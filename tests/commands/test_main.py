@@ -99,7 +99,7 @@ def test_the_demo_writes_what_it_promises(run):
     study = json.loads((out / "study.json").read_text())
     assert study["seeds"] == [3]
     assert study["versions"]["torch"] == torch.__version__
-    for name in ("figures/accuracy.svg", "figures/accuracy.png", "compact/plan.json", "report.html"):
+    for name in ("figures/accuracy.svg", "tables/summary.md", "compact/plan.json", "report.html"):
         assert (out / name).stat().st_size > 0
     page, pictures = (out / "report.html").read_text(encoding="utf-8"), list((out / "pictures").glob("*.svg"))
     assert page.count('<img alt="') == len(pictures) > 0

@@ -93,6 +93,8 @@ def test_another_setting_is_another_network(changed, words):
 
 def test_fewer_epochs_are_told_once():
     assert get_recipe("lenet-mnist").override(epochs=3).note == "3 of 100 epochs"
+    assert "1 epochs" in get_recipe("small-gpt-words").override(epochs=1).note
+    assert "3 epochs" not in get_recipe("small-gpt-words").override(epochs=1).note
 
 
 def test_other_criteria_keep_the_networks_and_change_the_cells():

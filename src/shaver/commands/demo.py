@@ -16,7 +16,6 @@ from shaver.criteria import score
 from shaver.files import load_trained, save
 from shaver.lab.recipes.catalogue import get_recipe
 from shaver.lab.recipes.recipe import Recipe
-from shaver.lab.report import FORMATS
 from shaver.lab.report.filters import filter_bank, layer_bars, precision_histograms
 from shaver.lab.report.output import write_report
 from shaver.lab.run.engines import LocalEngine
@@ -54,7 +53,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     finally:
         engine.close()
     _link_models(out)
-    write_report([out, units], out, formats=[name for name in FORMATS if name != "html"], console=console)
+    write_report([out, units], out, formats=("terminal", "markdown", "csv", "latex", "svg"), console=console)
     _show_compact(out, units, options.seed, console)
     write_report([out, units], out, formats=["html"], console=console)  # last: the page has the pictures
     page = escape(str(out / "report.html"))

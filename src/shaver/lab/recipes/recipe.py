@@ -242,6 +242,8 @@ class Recipe:
 _TASK_SETTINGS = ("epochs", "batch_size", "optimizer", "lr", "samples")
 _TEXT_SETTINGS = ("length", "test_samples", "scored")
 _FOLDERS = ("weights", "vocabularies")
+#: How notes speak of epochs: "30 of 100 epochs", or "3 epochs".
+_EPOCHS = r"\b\d+( of \d+)? epochs"
 _WORDS = {
     "epochs": "epochs", "batch_size": "batch size", "optimizer": "optimizer", "lr": "learning rate",
     "samples": "training samples", "length": "tokens per text", "test_samples": "test samples",
@@ -257,8 +259,8 @@ def _noted(task: Task, changed: dict[str, Any]) -> str:
         old = getattr(task, name)
         if old == value:
             continue
-        if name == "epochs" and re.search(r"\d+ of (\d+) epochs", note):
-            note = re.sub(r"\d+ of (\d+) epochs", rf"{value} of \1 epochs", note)
+        if name == "epochs" and re.search(_EPOCHS, note):
+            note = re.sub(_EPOCHS, rf"{value}\1 epochs", note)
         else:
             instead = f" instead of {old}" if old is not None else ""
             note = ", ".join(filter(None, [note, f"{_WORDS[name]} {value}{instead}"]))

@@ -149,7 +149,7 @@ def summary_sheet(experiments: Sequence[Experiment]) -> Sheet | None:
     )
     return Sheet(
         name="summary",
-        title="How much can go before accuracy falls by more than one point",
+        title="Share that can be removed before accuracy falls by more than one point",
         note=" ".join(
             [
                 "The highest sparsity measured up to which the mean stays within one point of the dense network’s.",
