@@ -135,8 +135,20 @@ def test_the_table_and_the_report_show_what_is_true(runs, tmp_path, capsys):
     for title in ("accuracy", "ECE", "Brier", "bytes on disk", "FLOPs", "milliseconds"):
         assert title in shown
     line = next(line for line in shown.splitlines() if "accuracy, %" in line)
-    numbers = [float(number) for number in re.findall(r"\d+\.\d+", line)[:2]]
-    assert numbers == pytest.approx([100 * report[c]["accuracy"] for c in ("before", "after")], abs=0.005)
+    numbers = [float(number) for number in re.findall(r"\d+\.\d+", line)[:3]]
+    columns = ("before", "unrepaired", "after")
+    assert numbers == pytest.approx([100 * report[c]["accuracy"] for c in columns], abs=0.005)
+    assert re.search("dense +pruned +repaired +change", shown)
+
+
+def test_without_repair_the_weights_that_are_left_stay_as_they_are(runs, tmp_path, capsys):
+    out = tmp_path / "small"
+    arguments = ["prune", str(runs / "map"), "--criterion", "magnitude", "--sparsity", "0.5", "--data", "cancer"]
+    assert main([*arguments, "--no-repair", "--out", str(out)]) == 0
+    assert re.search("before +after +change", capsys.readouterr().out)
+    reference = trained(runs / "map")
+    shaver.prune(reference, shaver.score(reference, "magnitude"), 0.5)
+    assert same(shaver.load(out), reference)
 
 
 def test_a_network_of_the_demo_has_its_posterior_beside_it(runs, tmp_path):
@@ -164,13 +176,15 @@ def test_auto_is_what_the_evidence_says(runs, tmp_path):
 def test_a_map_run_gets_its_posterior_from_the_curvature(runs, tmp_path, capsys):
     out = tmp_path / "small"
     arguments = ["prune", str(runs / "map"), "--sparsity", "0.8", "--data", "cancer", "--prior-precision", "2"]
-    assert main([*arguments, "--out", str(out)]) == 0
-    assert "from the curvature at these weights" in capsys.readouterr().out
+    assert main([*arguments, "--no-repair", "--out", str(out)]) == 0
+    assert "an assumed prior precision of 2" in capsys.readouterr().out
     reference = trained(runs / "map")
     curvature = shaver.curvature.estimate(reference, shaver.data.load("cancer").train.batches(256))
     posterior = shaver.Posterior(curvature, 2.0, dict(reference.named_parameters()))
     shaver.prune(reference, shaver.score(reference, "opd", posterior=posterior), 0.8)
     assert same(shaver.load(out), reference)
+    assert main(["prune", str(runs / "map"), "--sparsity", "0.8", "--data", "cancer"]) == 0
+    assert "chosen by the evidence" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("criterion", shaver.criteria.names())
@@ -228,7 +242,7 @@ def test_a_users_own_network_comes_from_a_factory_and_a_state_dict(own, kind, tm
     else:
         torch.save(model.state_dict() if kind == "torch" else {"epoch": 3, "state_dict": model.state_dict()}, path)
     arguments = ["prune", path, "--factory", f"{name}:build", "--data", f"{name}:data", "--max-drop", "0.5"]
-    assert main([*arguments, "--criterion", "snip", "--out", "small"]) == 0
+    assert main([*arguments, "--criterion", "snip", "--no-repair", "--out", "small"]) == 0
     small = shaver.load("small", lambda: nn.Sequential(nn.Linear(30, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 2)))
     for (key, kept), (_, was) in zip(small.state_dict().items(), model.state_dict().items(), strict=True):
         assert torch.equal(kept, torch.where(kept == 0, torch.zeros_like(was), was)), key

@@ -84,6 +84,7 @@ def test_prune_without_training_again(names):
     run("guides/repair.md", names)
     kept = names["pruned"].masks
     assert all((p[~kept[name]] == 0).all() for name, p in kept.parameters(names["model"]).items())
+    assert names["small"].hidden.out_features == 8
 
 
 def test_the_table_of_criteria_is_whole():

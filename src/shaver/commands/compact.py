@@ -7,9 +7,10 @@ from torch import nn
 
 from shaver import criteria
 from shaver.commands.options import CompactOptions
-from shaver.commands.outcome import COMPACTION, before_and_after, check_free, measure_network, write_network
+from shaver.commands.outcome import COMPACTION, before_and_after, check_free, measure_network, quality_of, write_network
 from shaver.commands.subject import (
     Subject,
+    calibration_of,
     how_to_give_data,
     import_user_code,
     origin_of,
@@ -45,9 +46,11 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
     with console.status("Finding what belongs together …"):
         groups = find_groups(subject.model, example, residual=options.residual)
     with console.status("Choosing and removing units …"):
-        report = compact_with_report(
-            subject.model, example, groups=groups, posterior=posterior, **_choice(options, subject)
-        )
+        calibration, unrepaired = calibration_of(subject), None
+        choice = _choice(options, subject) | {"groups": groups, "posterior": posterior}
+        report = compact_with_report(subject.model, example, **choice, calibration=calibration)
+        if calibration is not None:
+            unrepaired = quality_of(compact_with_report(subject.model, example, **choice).model, subject)
     console.print(str(report), highlight=False, markup=False)
     rows = [before, measure_network(report.model, subject)]
     if options.finetune:
@@ -55,7 +58,7 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
             _finetune(report.model, subject, options)
         rows.append(measure_network(report.model, subject))
     title = None if subject.data is None else subject.data.title
-    console.print(before_and_after(rows[0], rows[-1], title, smaller=True))
+    console.print(before_and_after(rows[0], rows[-1], title, smaller=True, unrepaired=unrepaired))
     if options.finetune and "accuracy" in rows[1]:
         console.print(f"Before fine-tuning the accuracy was {100 * rows[1]['accuracy']:.2f} %.", highlight=False)
     if options.out is not None:

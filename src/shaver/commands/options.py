@@ -191,7 +191,9 @@ class NetworkOptions:
             shaver's zoo that shaver saved needs none, any other does: --factory shaver.zoo:LeNet.
         input_shape: The shape of one input, such as 1 28 28, for FLOPs, latency and synflow where there are no data.
         likelihood: What the outputs mean; if left out, what the run was trained with, or classification.
-        prior_precision: δ for a posterior estimated after training; 1 is what MAP trains with by default.
+        repair: With --data, let the remaining weights make up for the removed ones, from training inputs without their
+            labels; --no-repair leaves them as they are.
+        prior_precision: δ for a posterior estimated after training, instead of one per layer chosen by the evidence.
         seed: Seed of the random criterion and of the choice of --samples.
         out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written.
     """
@@ -203,6 +205,7 @@ class NetworkOptions:
     factory: Annotated[str | None, _text("MODULE:FUNCTION")] = None
     input_shape: Annotated[tuple[int, ...], _SIZES, _NO_DEFAULT] = ()
     likelihood: Annotated[Literal["classification", "regression"] | None, _text("classification|regression")] = None
+    repair: bool = True
     prior_precision: Annotated[float | None, _NUMBER, _NO_DEFAULT] = None
     seed: Annotated[int, _WHOLE] = 0
     out: Annotated[Path | None, _text("FOLDER")] = None

@@ -36,11 +36,7 @@ def check_free(out: Path) -> None:
 
 def measure_network(model: nn.Module, subject: Subject) -> Row:
     """Quality where there are data, size always, work and time where there is an input."""
-    data = subject.data
-    row: Row = {}
-    if data is not None:
-        row |= quality(model, data.test.batches, likelihood=subject.likelihood).as_dict()
-        del row["count"]
+    row = quality_of(model, subject)
     parameters = list(model.parameters())
     row |= {
         "parameters": sum(p.numel() for p in parameters),
@@ -52,6 +48,15 @@ def measure_network(model: nn.Module, subject: Subject) -> Row:
     if subject.example is not None:
         measured = cost(model, subject.example).as_dict()
         row |= {key: measured[key] for key in ("flops", "flops_sparse", "latency_1", "latency_128")}
+    return row
+
+
+def quality_of(model: nn.Module, subject: Subject) -> Row:
+    """Accuracy and the like on the test data; nothing where there are none."""
+    if subject.data is None:
+        return {}
+    row: Row = quality(model, subject.data.test.batches, likelihood=subject.likelihood).as_dict()
+    del row["count"]
     return row
 
 
@@ -153,18 +158,22 @@ _SMALLER = tuple(
 )
 
 
-def before_and_after(before: Row, after: Row, data: str | None, *, smaller: bool = False) -> Table:
+def before_and_after(
+    before: Row, after: Row, data: str | None, *, smaller: bool = False, unrepaired: Row | None = None
+) -> Table:
     """One line per measure that there is, with the change where it means something.
 
     Zeros in a dense tensor are multiplied like any number, so the latency changes only if the network is smaller.
+    ``unrepaired`` is the quality with the same weights removed and no repair, shown in a column of its own.
     """
     where = f" on {data}" if data is not None else "; give --data to measure accuracy"
     table = Table(title=f"Before and after{where}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for column in ("before", "after", "change"):
+    for column in ("before", "after", "change") if unrepaired is None else ("dense", "pruned", "repaired", "change"):
         table.add_column(column, justify="right", no_wrap=True)
     for line in _SMALLER if smaller else _LINES:
         if line.key in before:
             old, new = before[line.key], after[line.key]
-            table.add_row(line.title, line.show(old), line.show(new), line.change(old, new, line.show))
+            shown = [old, new] if unrepaired is None else [old, (after | unrepaired)[line.key], new]
+            table.add_row(line.title, *map(line.show, shown), line.change(old, new, line.show))
     return table

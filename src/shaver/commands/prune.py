@@ -1,14 +1,23 @@
 """``shaver prune``: a trained network from a file, pruned, measured before and after, and written back smaller."""
 
+import copy
 from dataclasses import asdict
 
 from rich.console import Console
 
 from shaver import criteria
 from shaver.commands.options import PruneOptions
-from shaver.commands.outcome import PRUNING, before_and_after, check_free, measure_network, write_network
+from shaver.commands.outcome import (
+    PRUNING,
+    before_and_after,
+    check_free,
+    measure_network,
+    quality_of,
+    write_network,
+)
 from shaver.commands.subject import (
     Subject,
+    calibration_of,
     check_held_out,
     how_to_give_data,
     import_user_code,
@@ -48,7 +57,9 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
         scores = criteria.score(model, subject.criterion, posterior=posterior, **scoring(subject))
     with console.status("Measuring the network as it is …"):
         before = measure_network(model, subject)
-    with console.status("Pruning …"):
+    calibration = calibration_of(subject)
+    plain = None if calibration is None else copy.deepcopy(model)
+    with console.status("Pruning …" if calibration is None else "Pruning and repairing …"):
         valid = subject.data.valid if subject.data is not None and options.max_drop is not None else None
         pruned = prune(
             model,
@@ -60,13 +71,19 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
             posterior=posterior,
             valid=None if valid is None else valid.batches,
             max_drop=options.max_drop,
+            calibration=calibration,
         )
     with console.status("Measuring what is left …"):
         after = measure_network(model, subject)
+        unrepaired = None
+        if plain is not None:
+            pruned.masks.apply_(plain)
+            unrepaired = quality_of(plain, subject)
     console.print(str(pruned), highlight=False, markup=False)
-    console.print(before_and_after(before, after, None if subject.data is None else subject.data.title))
+    title = None if subject.data is None else subject.data.title
+    console.print(before_and_after(before, after, title, unrepaired=unrepaired))
     if options.out is not None:
-        size = _write(options, subject, pruned, before, after)
+        size = _write(options, subject, pruned, (before, unrepaired, after))
         console.print(
             f"{size:,} bytes written to {options.out}; shaver.load reads them.", highlight=False, markup=False
         )
@@ -99,9 +116,10 @@ def _prepare(options: PruneOptions) -> Subject:
     return subject
 
 
-def _write(options: PruneOptions, subject: Subject, pruned: Pruned, before: Row, after: Row) -> int:
+def _write(options: PruneOptions, subject: Subject, pruned: Pruned, measured: tuple[Row, Row | None, Row]) -> int:
     """Write network and report, and return the bytes of the network."""
     assert options.out is not None
+    before, unrepaired, after = measured
     report = {
         "checkpoint": str(options.checkpoint),
         "criterion": "evidence" if options.sparsity == "auto" else subject.criterion,
@@ -113,6 +131,7 @@ def _write(options: PruneOptions, subject: Subject, pruned: Pruned, before: Row,
         "input_shape": shape_of(subject.example),
         "data": None if subject.data is None else subject.data.title,
         "before": before,
+        "unrepaired": unrepaired,
         "after": after,
         "layers": [asdict(layer) for layer in pruned.layers],
     }

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import shaver.data
 from shaver import criteria
+from shaver.batches import batch_size_of
 from shaver.commands.options import NetworkOptions, PruneOptions
 from shaver.curvature import estimate
-from shaver.evidence import Posterior
+from shaver.evidence import Posterior, fit_prior
 from shaver.files import TrainedNetwork, load_trained
 from shaver.files.trained import read_network
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
@@ -24,6 +25,8 @@ from shaver.naming import import_function
 from shaver.training.sources import Source, open_source
 
 _BATCH = 256
+#: Training samples that a repair is calibrated with.
+CALIBRATION = 2048
 _NO_DATA = "give --data NAME ({}), or --data package.module:function for your own"
 
 
@@ -211,15 +214,37 @@ def posterior_of(subject: Subject, wanted: str) -> tuple[Posterior, bool]:
     if options.samples is not None and options.samples < data.train.data_size:
         fraction = options.samples / data.train.data_size
     curvature = estimate(subject.model, data.train.batches, subject.likelihood, fraction=fraction, seed=options.seed)
-    return Posterior(curvature, options.prior_precision or 1.0, subject.model), False
+    if options.prior_precision is None:
+        return fit_prior(subject.model, curvature), False
+    return Posterior(curvature, options.prior_precision, subject.model), False
+
+
+def calibration_of(subject: Subject) -> list[Any] | None:
+    """Training batches for the repair, about :data:`CALIBRATION` samples; None without data or with --no-repair."""
+    if subject.data is None or not subject.options.repair:
+        return None
+    batches: list[Any] = []
+    samples = 0
+    for batch in subject.data.train.batches:
+        batches.append(batch)
+        samples += batch_size_of(batch)
+        if samples >= CALIBRATION:
+            break
+    return batches
 
 
 def origin_of(posterior: Posterior, is_learned: bool) -> str:
     """Where a posterior comes from, in words."""
     if is_learned:
         return "Posterior: the one saved with the network."
-    delta = float(next(iter(posterior.delta().values())))
-    return f"Posterior: from the curvature at these weights, under an assumed prior precision of {delta:g}."
+    found = torch.cat([delta.reshape(-1) for delta in posterior.delta().values()])
+    low, high = float(found.min()), float(found.max())
+    if low == high:
+        return f"Posterior: from the curvature at these weights, under an assumed prior precision of {low:g}."
+    return (
+        "Posterior: from the curvature at these weights, with the prior precision of each layer chosen by the evidence "
+        f"({low:.3g} to {high:.3g})."
+    )
 
 
 def scoring(subject: Subject) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shaver.curvature.blocks import Curvature
 from shaver.evidence.basis import Basis, DiagonalBasis, make_bases
 from shaver.evidence.posterior import Posterior, occam
 from shaver.naming import check_name
-from shaver.priors import Factor, Prior
+from shaver.priors import Factor, Grouping, Prior, make_prior
 from shaver.ranks import ALONE
 
 #: The fixed point stops when no log δ changes by more than this.
@@ -79,6 +79,30 @@ def improve(
             _iterate(part, steps)
     prior.fix_gauge()
     return Posterior(curvature, prior, theta, temperature)
+
+
+def fit_prior(
+    model: nn.Module, curvature: Curvature, prior: str | Grouping = "layer", *, temperature: float = 1.0
+) -> Posterior:
+    """The posterior of a network that was trained elsewhere, with δ chosen by the evidence.
+
+    Use this instead of a guessed precision or N · weight decay when SpaM did not train the network. It works for a
+    network trained without weight decay too.
+
+    Example:
+        >>> curvature = shaver.curvature.estimate(model, loader)
+        >>> posterior = shaver.evidence.fit_prior(model, curvature)
+        >>> scores = shaver.score(model, "opd", posterior=posterior)
+
+    Args:
+        model: The network at the weights where ``curvature`` was estimated.
+        curvature: H and the data's log likelihood.
+        prior: Which weights share a δ: ``"scalar"``, ``"layer"``, ``"unit"`` or a function; see
+            :func:`shaver.priors.make_prior`. ``"parameter"`` overrates every weight that training has left near zero.
+        temperature: The data count 1/T times.
+    """
+    theta = {name: parameter for name, parameter in model.named_parameters() if name in curvature.blocks}
+    return improve(make_prior(prior, theta), curvature, theta, temperature=temperature)
 
 
 def optimal_precision(h: Tensor, theta: Tensor) -> Tensor:
