@@ -74,12 +74,12 @@ class Case:
 
         return run
 
-    def repaired(self, sparsity: float, criterion: str, posterior: Any, damping: Any = None) -> Method:
+    def repaired(self, sparsity: float, criterion: str, posterior: Any) -> Method:
         """Pruned in rounds and repaired."""
 
         def run(model: nn.Module) -> nn.Module:
             scores = shaver.score(model, criterion, posterior=posterior)
-            shaver.prune(model, scores, sparsity, posterior=damping, calibration=self.calibration)
+            shaver.prune(model, scores, sparsity, calibration=self.calibration)
             return model
 
         return run
@@ -119,8 +119,6 @@ def weights(
         yield "weights", share, "Wanda", case.peer(share, "wanda")
         yield "weights", share, "SparseGPT", case.peer(share, "sparsegpt")
         yield "weights", share, "repair", case.repaired(share, criterion, posterior)
-        if posterior is not None:
-            yield "weights", share, "repair, learned δ", case.repaired(share, criterion, posterior, posterior)
 
 
 def units(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:

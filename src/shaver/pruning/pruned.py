@@ -171,7 +171,7 @@ def prune(
     requested: float | str
     rounds = None
     if calibration is not None:
-        rounds = Rounds(model, calibration, limits.ranking, posterior=posterior, forward=forward)
+        rounds = Rounds(model, calibration, limits.ranking, forward=forward)
     with nullcontext() if rounds is None else rounds:
         if (pattern := _pattern(scope)) is not None:
             requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, pattern, limits, max_drop)

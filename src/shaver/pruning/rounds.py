@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward
-from shaver.criteria import PosteriorLike
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking
 from shaver.pruning.search import Quality
@@ -45,7 +44,6 @@ class Rounds:
         model: The network, changed in place.
         calibration: Unlabelled batches; read once and kept in memory.
         ranking: A function from scores to a ranking, such as :class:`shaver.pruning.Ranking`.
-        posterior: Its δ is the damping of the repair.
         forward: ``forward(model, batch)`` for batches of another layout.
     """
 
@@ -55,13 +53,12 @@ class Rounds:
         calibration: Iterable[Any],
         ranking: Callable[[Mapping[str, Tensor]], Ranking] = Ranking,
         *,
-        posterior: PosteriorLike | None = None,
         forward: Forward | None = None,
     ) -> None:
         self.model = model
         self.data = calibration_list(calibration)
         self.reference = copy.deepcopy(model)
-        self._ranking, self._posterior, self._forward = ranking, posterior, forward
+        self._ranking, self._forward = ranking, forward
         self._before: dict[str, Tensor] = {}
         self.report = Repaired()
 
@@ -78,14 +75,7 @@ class Rounds:
     def apply(self, masks: Masks) -> None:
         """Apply the masks, and repair the kept weights."""
         masks.apply_(self.model)
-        self.report = repair(
-            self.model,
-            self.data,
-            reference=self.reference,
-            masks=masks,
-            posterior=self._posterior,
-            forward=self._forward,
-        )
+        self.report = repair(self.model, self.data, reference=self.reference, masks=masks, forward=self._forward)
 
     def prune(self, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
         """Prune to a sparsity in rounds, each ranked by the scores of the current weights."""

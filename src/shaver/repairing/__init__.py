@@ -1,6 +1,7 @@
 """Repair: what is left of a pruned network makes up for what was removed, without labels or training."""
 
+from shaver.repairing.damage import output_damage
 from shaver.repairing.norms import recalibrate
 from shaver.repairing.repaired import Repaired, RepairedLayer, repair
 
-__all__ = ["Repaired", "RepairedLayer", "recalibrate", "repair"]
+__all__ = ["Repaired", "RepairedLayer", "output_damage", "recalibrate", "repair"]

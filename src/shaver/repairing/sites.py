@@ -45,7 +45,7 @@ class Site:
         """The site's part of a tensor shaped like the parameter, as ``(groups, outputs, inputs)``."""
         if self.rows is not None:
             return tensor[self.rows].unsqueeze(0)
-        return matrix_of(self._owner(model), tensor)
+        return matrix_of(self.owner(model), tensor)
 
     def weight(self, model: nn.Module) -> Tensor:
         """The weight as ``(groups, outputs, inputs)``, detached."""
@@ -75,12 +75,13 @@ class Site:
         if self.rows is not None:
             parameter[self.rows] = matrix[0].to(parameter)
         else:
-            parameter.copy_(weight_of(self._owner(model), matrix, parameter.shape).to(parameter))
+            parameter.copy_(weight_of(self.owner(model), matrix, parameter.shape).to(parameter))
         held = self.bias(model)
         if held is not None and bias is not None:
             held.copy_(bias.reshape(-1).to(held))
 
-    def _owner(self, model: nn.Module) -> nn.Module:
+    def owner(self, model: nn.Module) -> nn.Module:
+        """The layer whose view the weight has."""
         path, part = self.users[0]
         owner = model.get_submodule(path)
         return owner.out_proj if isinstance(owner, nn.MultiheadAttention) and part == _OUTPUT else owner

@@ -169,7 +169,7 @@ def compact_with_report(
         scores = score_units(model, groups, criterion, posterior=posterior, batches=batches, **scoring)
         choice = Chooser(model, groups, options, example, ties).choose(scores, sparsity)
     before = cost(model, example, latency=False)
-    with _repaired(model, groups, choice, calibration, posterior, forward, in_place=in_place) as (repaired, report):
+    with _repaired(model, groups, choice, calibration, forward, in_place=in_place) as (repaired, report):
         done = remove_units(
             repaired,
             groups,
@@ -193,7 +193,6 @@ def _repaired(
     groups: Groups,
     choice: Choice,
     calibration: Iterable[Any] | None,
-    posterior: PosteriorLike | None,
     forward: Forward | None,
     *,
     in_place: bool,
@@ -207,7 +206,7 @@ def _repaired(
     masks = mask_units(target, groups, choice.kept)
     try:
         masks.apply_(target)
-        yield target, repair(target, calibration, reference=dense, masks=masks, posterior=posterior, forward=forward)
+        yield target, repair(target, calibration, reference=dense, masks=masks, forward=forward)
     except BaseException:
         if in_place:
             model.load_state_dict(dense.state_dict())
