@@ -145,6 +145,7 @@ class _Trial:
         self.mask, self.tolerance = mask, tolerance
         # A network that works in place must not change the inputs.
         self.forward: Callable[[nn.Module, Any], Any] = lambda network, batch: forward(network, copied(batch))
+        self.copy = model
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     def passed(self) -> Removal:
