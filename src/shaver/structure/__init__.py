@@ -1,4 +1,4 @@
-"""Structured pruning: groups of coupled units, their scores, and the smaller dense network that is left."""
+"""Structured pruning: groups of coupled units, their scores, and the smaller dense network."""
 
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser, choose_units
 from shaver.structure.compaction import CompactReport, compact, compact_with_report

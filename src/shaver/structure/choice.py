@@ -1,4 +1,4 @@
-"""Which units stay: a share of each group or of all, down to a share of units, parameters, FLOPs or latency."""
+"""Choosing the units to keep: per group or over all groups, for a share of units, parameters, FLOPs or latency."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _PRICED = ("parameters", "flops")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which units stay. ``print(choice)`` shows a table.
+    """The units to keep. ``print(choice)`` shows a table.
 
     Attributes:
         kept: Group → one truth value per unit.
@@ -122,7 +122,7 @@ class Chooser:
     def choose(
         self, scores: Mapping[str, Tensor], sparsity: float, among: Kept | None = None, spare: Kept | None = None
     ) -> Choice:
-        """The units that stay.
+        """Choose the units to keep.
 
         Args:
             scores: Group → one score per unit; the lowest are removed first, ties by position.
@@ -253,7 +253,7 @@ def choose_units(
     example: Example | None = None,
     **options: Any,
 ) -> Choice:
-    """Choose which units stay; nothing is changed yet.
+    """Choose the units to keep. The network does not change.
 
     Example:
         >>> scores = score_units(model, groups, "opd", posterior=spam.posterior)

@@ -1,4 +1,4 @@
-"""What a network without some units costs: its parameters, its FLOPs or its latency, as a function of the widths."""
+"""The cost of a network without some units: its parameters, FLOPs or latency as a function of the widths."""
 
 import copy
 
@@ -16,7 +16,7 @@ TARGETS = ("units", "parameters", "flops", "latency")
 
 
 class Costs:
-    """The cost of the network that is left when only some units are kept; each set of widths is measured once.
+    """The cost of the network if only some units are kept. Each set of widths is measured once.
 
     Parameters are counted from the shapes that remain. FLOPs are counted, and latency is measured, on a compact copy:
     on one thread, at the example's batch size, the median of up to 20 calls.
@@ -51,7 +51,7 @@ class Costs:
         return self({})
 
     def price(self, name: str) -> float:
-        """What one unit of a group costs: what the network saves without its first, all other groups whole."""
+        """The cost of one unit of a group: the saving without its first unit, with all other groups whole."""
         keep = torch.ones(self._groups[name].units, dtype=torch.bool)
         if len(keep) == 1:
             return self.dense
@@ -87,7 +87,7 @@ def _smaller(model: nn.Module, groups: Groups, kept: Kept) -> nn.Module:
 
 
 def parameters_left(model: nn.Module, groups: Groups, kept: Kept) -> int:
-    """How many parameters the compact network has; one that several layers share counts once."""
+    """Number of parameters of the compact network; a parameter shared by several layers counts once."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sizes = {name: tensor.shape for name, tensor in [*parameters.items(), *model.named_buffers()]}
     staying = remaining(groups, kept, sizes)

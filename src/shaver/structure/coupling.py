@@ -1,4 +1,4 @@
-"""Channels that must go together, from where each of them arrives.
+"""Channels that must be removed together, found from where each of them arrives.
 
 An output channel of a layer and every position that reads it are tied; what is tied, directly or through others, is
 one unit. Heads, gates, flattened feature maps, concatenations and grouped queries need no rule of their own: a query

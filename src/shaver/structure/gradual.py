@@ -1,4 +1,4 @@
-"""Pruning of whole units during training: units are removed along a schedule, so that the others can take over."""
+"""Pruning of whole units during training: units are removed along a schedule, so that the kept units can adapt."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -87,7 +87,7 @@ class UnitSelector:
     def select(
         self, scores: Mapping[str, Tensor], sparsity: float, final: float, kept: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """The units that stay; what was removed earlier stays removed."""
+        """The units to keep. Units that were removed earlier stay removed."""
         standing = self._groups.whole if kept is None else dict(kept)
         # Units that the final sparsity keeps are spared until then. Otherwise one group would be thinned out for FLOPs
         # that a wide unit of another group saves soon after, and removed units cannot come back.

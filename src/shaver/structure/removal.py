@@ -67,7 +67,7 @@ def remove_units(
     hold: Hold | None = None,
     tolerance: float | None = None,
 ) -> Removal:
-    """Remove units for good: the small network computes what the masked one does, in evaluation mode.
+    """Remove units from the network. The small network computes the same as the masked one, in evaluation mode.
 
     Example:
         >>> groups = find_groups(model, example)

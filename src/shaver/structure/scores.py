@@ -63,7 +63,7 @@ def score_units(
     batches: Iterable[Any] | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Score every unit of every group by a criterion, the lowest to be removed first.
+    """Score every unit of every group by a criterion. The units with the lowest scores are removed first.
 
     Example:
         >>> scores = score_units(model, groups, "opd", posterior=spam.posterior)
@@ -113,7 +113,7 @@ def synflow_units(
         model: The network; copied.
         groups: Its groups.
         rounds: Number of measurements.
-        sparsity: Where the schedule ends.
+        sparsity: The sparsity at the end of the schedule.
         spread: ``"uniform"`` takes the same share of each group in each round, ``"global"`` ranks all units together.
         **options: ``batches=`` or ``example=`` for the shape of an input, and ``forward=``.
 
@@ -127,20 +127,20 @@ def synflow_units(
     options |= {"rule": lambda name, _: name in owned, "rounds": 1}
     total = sum(group.units for group in groups.values())
     kept = groups.whole
-    falling: list[tuple[str, int]] = []
+    removed: list[tuple[str, int]] = []  # in the order of removal
     for k in range(1, rounds + 1):
         flow = unit_scores(groups, score(network, "synflow", **options))
-        fallen_first = {name: values.masked_fill(~kept[name], -float("inf")) for name, values in flow.items()}
-        ranking = Ranking(fallen_first, scope="layer" if spread == "uniform" else "global", minimum=1)
-        standing = (1 - sparsity) ** (k / rounds)
-        count = min(round(total * (1 - standing)), round(ranking.limit * total))
-        left = {name: mask & kept[name] for name, mask in ranking.removing(count).items()}
-        falling += _by_flow(flow, {name: kept[name] & ~left[name] for name in groups})
-        kept = left
+        removed_first = {name: values.masked_fill(~kept[name], -float("inf")) for name, values in flow.items()}
+        ranking = Ranking(removed_first, scope="layer" if spread == "uniform" else "global", minimum=1)
+        share = (1 - sparsity) ** (k / rounds)
+        count = min(round(total * (1 - share)), round(ranking.limit * total))
+        still_kept = {name: mask & kept[name] for name, mask in ranking.removing(count).items()}
+        removed += _by_flow(flow, {name: kept[name] & ~still_kept[name] for name in groups})
+        kept = still_kept
         mask_units(network, groups, kept).apply_(network)
-    falling += _by_flow(flow, kept)
+    removed += _by_flow(flow, kept)
     order = {name: torch.zeros(group.units, dtype=torch.float64) for name, group in groups.items()}
-    for place, (name, unit) in enumerate(falling):
+    for place, (name, unit) in enumerate(removed):
         order[name][unit] = place / total
     return order
 
