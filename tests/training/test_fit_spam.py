@@ -79,7 +79,7 @@ def test_regression_learns_its_noise(online, seed):
     history = fit(nn.Sequential(nn.Linear(6, 1)), data, likelihood="regression", epochs=30, lr=0.01, spam=spam)
     inputs = torch.cat([x, torch.ones(400, 1)], 1)
     squares = (inputs @ torch.linalg.lstsq(inputs, y).solution - y).square().sum()
-    # What least squares finds in this draw. The online average has seen part of the data only, some 40 samples at a time.
+    # What least squares finds in this draw; the online average remembers part of the data only.
     assert history[-1]["noise"] == pytest.approx(float(squares) / 393, rel=0.3)
 
 
