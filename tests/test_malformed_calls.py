@@ -3,6 +3,7 @@
 The last line of the traceback tells who speaks: it is a ``raise`` of this package, and not of torch or Python.
 """
 
+import re
 import traceback
 from pathlib import Path
 
@@ -15,6 +16,11 @@ import shaver
 
 PACKAGE = str(Path(shaver.__file__).parent)
 NAN = float("nan")
+
+
+def written(value: object) -> str:
+    """The value as a test's name: the same in every process, so without addresses."""
+    return re.sub(r" at 0x\w+", "", repr(value))
 
 
 def net() -> nn.Sequential:
@@ -126,7 +132,7 @@ def test_fit_on_something_that_is_no_data(name, method):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), net().parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in FIT.items() for v in values], ids=repr)
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in FIT.items() for v in values], ids=written)
 def test_fit_with_a_setting_that_cannot_be(name, value):
     how = {} if name in ("spam", "early_stopping") else {"method": "map"}
     answered(
@@ -134,14 +140,14 @@ def test_fit_with_a_setting_that_cannot_be(name, value):
     )
 
 
-@pytest.mark.parametrize("change", PRUNE, ids=repr)
+@pytest.mark.parametrize("change", PRUNE, ids=written)
 def test_prune(change):
     model = net()
     answered(lambda: shaver.prune(**{"model": model, "scores": SCORES, "sparsity": 0.5, **change}))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), net().parameters(), strict=True))
 
 
-@pytest.mark.parametrize("change", SCORE, ids=repr)
+@pytest.mark.parametrize("change", SCORE, ids=written)
 def test_score(change):
     answered(lambda: shaver.score(**{"model": net(), "criterion": "magnitude", **change}), TypeError, ValueError)
 
