@@ -121,18 +121,17 @@ def test_a_compiled_network_that_ran_before(whole: bool):
     assert_all_same(measured(model, batches[0]), expected)
 
 
-def test_a_donated_buffer_is_no_obstacle(monkeypatch: pytest.MonkeyPatch):
+def test_a_donated_buffer_is_no_obstacle():
     """The default backend frees what its backward pass needs, so that a second pass through it is an error."""
     torch._dynamo.reset()
     model, batches = convolutional(), [(x.float(), y) for x, y in data(5, shape=(1, 4, 4))]
     expected = estimate(model, batches).diagonal()
     compiled = torch.compile(model, backend="aot_eager")
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
-    assert_all_same(
-        {n.removeprefix("_orig_mod."): h for n, h in estimate(compiled, batches).diagonal().items()}, expected
-    )
-    for source in ("ef", "mc"):
-        assert all(torch.isfinite(h).all() for h in measured(compiled, batches[0], source).values())
+    with torch._functorch.config.patch(donated_buffer=True):
+        found = {n.removeprefix("_orig_mod."): h for n, h in estimate(compiled, batches).diagonal().items()}
+        online = [measured(compiled, batches[0], source) for source in ("ef", "mc")]
+    assert_all_same(found, expected)
+    assert all(torch.isfinite(h).all() for diagonal in online for h in diagonal.values())
 
 
 class Silent(nn.Module):

@@ -220,13 +220,13 @@ class Words:
 def test_a_tokenizer_that_does_not_fit_is_named():
     model = network(True)
     check_tokenizer(model, Words(13))
-    with pytest.raises(ValueError, match=r"tokenizer has 20 words.*embedding has 13 rows.*resize_token_embeddings\(20"):
+    with pytest.raises(ValueError, match=r"20 tokens.*embedding has 13 rows.*resize_token_embeddings\(20"):
         check_tokenizer(model, Words(20))
     with pytest.raises(ValueError, match=r"no pad token.*tokenizer\.pad_token = tokenizer\.eos_token"):
         check_tokenizer(model, Words(13, pad=None))
     classifier = build(CLASSIFIERS["gpt2"])
     classifier.config.pad_token_id = None  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"cannot find a sequence's last word: model\.config\.pad_token_id = 0"):
+    with pytest.raises(ValueError, match=r"cannot find the last token of a sequence.*model\.config\.pad_token_id = 0"):
         check_tokenizer(classifier, Words(13))
 
 

@@ -164,7 +164,8 @@ def test_failed_cells_make_the_command_fail_and_name_the_error(tmp_path, capsys,
 
 LONG = replace(TINY, epochs=12, batch_size=32)
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with Ctrl-C ignored
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from tests.lab.test_runner import LONG, recipe

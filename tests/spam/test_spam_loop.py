@@ -337,7 +337,7 @@ def test_close_takes_the_hooks_off_and_keeps_the_posterior():
         ({"update": 0}, "update.*0"),
         ({"burn_in": 1.0}, r"burn_in.*1\.0"),
         ({"freeze": 0.0}, r"freeze.*0\.0"),
-        ({"initial_precision": 0.0}, r"initial precision 0\.0"),
+        ({"initial_precision": 0.0}, r"initial_precision.* 0\.0"),
         ({"data_size": 0}, "data_size.*0"),
         ({"likelihood": "regresion"}, "did you mean 'regression'"),
     ],
