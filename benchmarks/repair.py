@@ -84,6 +84,16 @@ class Case:
 
         return run
 
+    def by_damage(self, sparsity: float) -> Method:
+        """The same, ranked by the damage that remains after the repair."""
+
+        def run(model: nn.Module) -> nn.Module:
+            scores = shaver.repairing.output_damage(model, self.calibration)
+            shaver.prune(model, scores, sparsity, calibration=self.calibration)
+            return model
+
+        return run
+
     def peer(self, sparsity: float, method: str) -> Method:
         """SparseGPT or Wanda, with the norm statistics measured again."""
 
@@ -119,6 +129,7 @@ def weights(
         yield "weights", share, "Wanda", case.peer(share, "wanda")
         yield "weights", share, "SparseGPT", case.peer(share, "sparsegpt")
         yield "weights", share, "repair", case.repaired(share, criterion, posterior)
+        yield "weights", share, "repair, output damage", case.by_damage(share)
 
 
 def units(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:
