@@ -31,7 +31,8 @@ test: $(VENV)/.dev        ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
 # The arithmetic of other processors: vector instructions of 2006 and of 2013, two threads, other random draws.
-PORTABLE := tests/curvature tests/evidence tests/priors tests/spam tests/training tests/files tests/integrations tests/test_likelihoods.py
+PORTABLE := tests/curvature tests/evidence tests/priors tests/spam tests/training tests/files tests/test_likelihoods.py \
+    tests/integrations/test_transformers_trainer.py tests/integrations/test_loops.py
 ifndef SHAVER_TEST_SEED
 SHAVER_TEST_SEED := $(shell od -An -N2 -tu2 /dev/urandom | tr -d ' ')
 endif
