@@ -44,8 +44,9 @@ def test_the_accuracies_on_the_page_are_those_that_come_out(printed):
         for line, promised in zip(real.splitlines(), shown.splitlines(), strict=True):
             if "accuracy" in line:
                 accuracies, expected = ([float(n) for n in re.findall(r"([\d.]+)%", text)] for text in (line, promised))
-                # Other processors round otherwise; a network at 95 % that was not made for it is at chance's mercy.
-                slack = [1.5 if e > 90 else 25 for e in expected]
+                # Other processors round differently and train another network. Over seeds, accuracies near the top have
+                # a standard deviation of 0.6, so two trainings differ by less than 3; one that collapses varies widely.
+                slack = [3.0 if e > 90 else 35 for e in expected]
                 assert all(abs(a - e) <= s for a, e, s in zip(accuracies, expected, slack, strict=True)), line
                 compared += len(expected)
     assert compared == 6
