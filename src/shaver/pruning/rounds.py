@@ -112,28 +112,32 @@ class Rounds:
         good, best, reached = 0.0, ranker.removing(0), before
         bad: float | None = None
         for level in levels(highest):
-            with _returned(self.model) as keep:
-                masks = self.step(scores, level, best)
-                measured = quality(self.model)
-                if measured >= before - max_drop:
-                    good, best, reached = level, masks, measured
-                    keep()
-                else:
-                    bad = level
-            if bad is not None:
+            found = self._attempt(scores, level, best, quality, before - max_drop)
+            if found is None:
+                bad = level
                 break
+            good, (best, reached) = level, found
         for _ in range(4 if bad is not None else 0):
             assert bad is not None
             middle = 1 - math.sqrt((1 - good) * (1 - bad))
-            with _returned(self.model) as keep:
-                masks = self.step(scores, middle, best)
-                measured = quality(self.model)
-                if measured >= before - max_drop:
-                    good, best, reached = middle, masks, measured
-                    keep()
-                else:
-                    bad = middle
+            found = self._attempt(scores, middle, best, quality, before - max_drop)
+            if found is None:
+                bad = middle
+            else:
+                good, (best, reached) = middle, found
         return best, before, reached
+
+    def _attempt(
+        self, scores: Mapping[str, Tensor], level: float, best: Masks, quality: Quality, lowest: float
+    ) -> tuple[Masks, float] | None:
+        """One round: its masks and the quality with them. None, with the model as it was, where that is too low."""
+        with _returned(self.model) as keep:
+            masks = self.step(scores, level, best)
+            measured = quality(self.model)
+            if measured >= lowest:
+                keep()
+                return masks, measured
+        return None
 
 
 def rescored(scores: Mapping[str, Tensor], before: nn.Module, after: nn.Module) -> dict[str, Tensor]:

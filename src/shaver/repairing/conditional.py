@@ -100,7 +100,7 @@ def _factor(system: Tensor) -> Tensor:
 
 
 def _chunks(order: Tensor, counts: Tensor) -> list[Tensor]:
-    """Rows of similar width together, so many that their systems fit into :data:`ENTRIES`."""
+    """Rows of similar width together, in groups whose systems fit into :data:`ENTRIES`."""
     chunks, first = [], 0
     widths = counts[order].tolist()
     while first < len(widths):
