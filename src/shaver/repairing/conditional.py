@@ -13,12 +13,17 @@ from torch import Tensor
 
 #: Float64 entries of the systems that are solved at once: 256 MB.
 ENTRIES = 2**25
+#: Σ |K|³ over the rows, beyond which conjugate gradients take the place of factorisations (about 3 s on one thread).
+CUBES = 1e10
+#: Conjugate gradients end when the residual of every row is this share of its right-hand side, or after STEPS.
+TOLERANCE, STEPS = 1e-7, 100
 
 
 def conditional_mean(moment: Tensor, right: Tensor, kept: Tensor, mean: Tensor, damping: Tensor) -> Tensor:
     """Solve (A_KK + Λ_K) θ_K = r_K + Λ_K θ*_K for every row; removed weights are zero.
 
-    Rows with the same kept set and damping share one factorisation.
+    Rows with the same kept set and damping share one factorisation. Where one factorisation for each row would take
+    long (:data:`CUBES`), all rows are solved together by :func:`conjugate_gradients`.
 
     Args:
         moment: A, ``(inputs, inputs)``, positive semidefinite.
@@ -46,6 +51,8 @@ def conditional_mean(moment: Tensor, right: Tensor, kept: Tensor, mean: Tensor, 
             return result
     each = damping.expand_as(target)
     counts = kept.sum(1)
+    if float(counts.double().pow(3).sum()) > CUBES:
+        return conjugate_gradients(moment, target, kept, mean, damping)
     order = counts.argsort()
     for rows in _chunks(order, counts):
         width = int(counts[rows].max())
@@ -61,6 +68,49 @@ def conditional_mean(moment: Tensor, right: Tensor, kept: Tensor, mean: Tensor, 
         side = target[rows].gather(1, index) * real
         result[rows.unsqueeze(1), index] = _solve(system, side.unsqueeze(2))[..., 0] * real
     return result
+
+
+def conjugate_gradients(
+    moment: Tensor, target: Tensor, kept: Tensor, start: Tensor, damping: Tensor, *, steps: int = STEPS
+) -> Tensor:
+    """Solve (A_KK + Λ_K) θ_K = t_K for all rows at once, by products with A alone.
+
+    Each step costs one product of the weights with A. The diagonal is the preconditioner. A handful of directions with
+    much energy, as layer inputs have, cost a handful of steps. On correlated inputs of 256 to 2,048 dimensions the
+    squared error was within 1e-9 of the least one. At Σ |K|³ = 1e10 the time was that of the factorisations, and at
+    5e10 a half to a third of it.
+
+    Args:
+        moment: A, ``(inputs, inputs)``.
+        target: t for each row, ``(rows, inputs)``.
+        kept: K for each row, boolean.
+        start: Where the search begins, such as the weights before pruning.
+        damping: Λ, positive, broadcastable to ``(rows, inputs)``.
+        steps: At most so many steps.
+    """
+
+    def product(values: Tensor) -> Tensor:
+        return (values @ moment + damping * values) * kept
+
+    scale = moment.diagonal() + damping
+    target = target * kept
+    solved = start * kept
+    residual = target - product(solved)
+    scaled = residual / scale
+    direction, energy = scaled, (residual * scaled).sum(1, keepdim=True)
+    enough = TOLERANCE**2 * (target.square() / scale).sum(1, keepdim=True)
+    for _ in range(steps):
+        if bool((energy <= enough).all()):
+            break
+        image = product(direction)
+        length = (direction * image).sum(1, keepdim=True)
+        move = torch.where(length > 0, energy / length, 0.0)
+        solved += move * direction
+        residual -= move * image
+        scaled = residual / scale
+        before, energy = energy, (residual * scaled).sum(1, keepdim=True)
+        direction = scaled + torch.where(before > 0, energy / before, 0.0) * direction
+    return solved
 
 
 def removal_damage(moment: Tensor, damping: Tensor) -> Tensor:

@@ -1,0 +1,186 @@
+"""A sweep over the columns of a wide layer: removes weights from left to right, and later columns make up for them.
+
+With P = A + Λ, the weights to the right of column j have the precision P_{j:}. Removing weight j moves them by
+
+    θ_{j:} ← θ_{j:} − θ_j / [P_{j:}⁻¹]_jj · [P_{j:}⁻¹]_j ,     at the cost of   ½ θ_j² / [P_{j:}⁻¹]_jj .
+
+All rows share the inverses: P⁻¹ = UᵀU with an upper triangular U gives [P_{j:}⁻¹]_j = U_jj U_j. This is the order of
+SparseGPT (Frantar and Alistarh, 2023). Columns to the left of j no longer move. The result is therefore the exact
+conditional mean where every row loses its leftmost columns, and an approximation otherwise: conjugate gradients then
+find the exact one for the chosen weights.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from shaver.repairing.conditional import conjugate_gradients
+
+#: Columns whose later columns are updated at once.
+BLOCK = 128
+#: Damping as a share of the mean squared input.
+DAMPING = 0.01
+
+
+def sweep(
+    weight: Tensor,
+    moment: Tensor,
+    *,
+    mask: Tensor | None = None,
+    sparsity: float | None = None,
+    pattern: tuple[int, int] | None = None,
+    damping: float | Tensor = DAMPING,
+    refined: bool = True,
+    block: int = BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """Remove weights column by column and let the columns to the right make up for them.
+
+    Use it for layers of thousands of inputs. It factorises one matrix for all rows, where the exact solution
+    (:func:`shaver.repairing.conditional.conditional_mean`) factorises one for each row.
+
+    Example:
+        >>> x = torch.randn(400, 64)
+        >>> pruned, kept = sweep(torch.randn(16, 64), x.T @ x / 400, pattern=(2, 4))
+        >>> int(kept.sum()), bool((pruned[~kept] == 0).all())
+        (512, True)
+
+    Args:
+        weight: ``(rows, inputs)``; not changed.
+        moment: Second moment A of the inputs, ``(inputs, inputs)``, of any scale. It may be singular.
+        mask: Which weights are kept.
+        sparsity: The share of weights that is removed from each block of columns: those of the lowest cost.
+        pattern: ``(n, m)`` keeps the n weights of the highest cost of every m neighbours in a row.
+        damping: A number is a share of the mean squared input. A tensor is Λ itself, one entry per input.
+        refined: Move all kept weights to their conditional mean after the sweep. Without it, the result is SparseGPT's.
+            On correlated inputs of 1,024 dimensions at 50 and 80 %, its squared error was 1.5 and 1.7 times as large.
+        block: Columns per block.
+
+    Returns:
+        The weight in its own dtype, and which weights are kept.
+
+    Raises:
+        ValueError: Not exactly one of ``mask``, ``sparsity`` and ``pattern`` is given, shapes do not fit, or the moment
+            is not finite or has a negative eigenvalue.
+    """
+    choice = _Choice(weight, mask, sparsity, pattern)
+    if moment.ndim == 2 and len(moment) == moment.shape[1] != weight.shape[1]:
+        raise ValueError(f"the weight has {weight.shape[1]} inputs, and the moment has {len(moment)}.")
+    upper = inverse_factor(moment, damping, _wide(weight, moment))
+    result = weight.to(upper.dtype, copy=True)
+    kept = torch.ones_like(weight, dtype=torch.bool) if mask is None else mask
+    kept = kept.clone()
+    width = block if pattern is None else max(pattern[1], block - block % pattern[1])
+    for start in range(0, weight.shape[1], width):
+        stop = min(start + width, weight.shape[1])
+        part, errors = result[:, start:stop], result.new_empty(len(result), stop - start)
+        factor = upper[start:stop, start:stop]
+        for column in range(stop - start):
+            place = start + column
+            if choice.is_due(place, start):
+                columns = slice(place, min(place + choice.span(width), weight.shape[1]))
+                kept[:, columns] = choice.kept(result[:, columns] / upper.diagonal()[columns], columns.stop)
+            removed = ~kept[:, place]
+            error = part[:, column] * removed / factor[column, column]
+            part[:, column:].addr_(error, factor[column, column:], alpha=-1)
+            part[:, column].masked_fill_(removed, 0)
+            errors[:, column] = error
+        result[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
+    if refined:
+        wide, second = weight.to(upper.dtype), moment.to(upper.dtype)
+        ridge = _ridge(moment, damping).to(upper.dtype)
+        result = conjugate_gradients(second, wide @ second + ridge * wide, kept, result, ridge)
+    return result.to(weight.dtype), kept
+
+
+class _Choice:
+    """Which weights a sweep keeps, decided when it comes to their columns."""
+
+    def __init__(
+        self, weight: Tensor, mask: Tensor | None, sparsity: float | None, pattern: tuple[int, int] | None
+    ) -> None:
+        given = {"mask": mask, "sparsity": sparsity, "pattern": pattern}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) != 1:
+            raise ValueError(f"give one of mask, sparsity and pattern, not {' and '.join(named) or 'none of them'}.")
+        if mask is not None and mask.shape != weight.shape:
+            raise ValueError(f"the mask has shape {tuple(mask.shape)}, the weight {tuple(weight.shape)}.")
+        if sparsity is not None and not 0 <= sparsity <= 1:
+            raise ValueError(f"sparsity is a share from 0 to 1, not {sparsity!r}.")
+        if pattern is not None and not 0 < pattern[0] <= pattern[1]:
+            raise ValueError(f"pattern is (n, m) with 0 < n <= m, such as (2, 4), not {pattern!r}.")
+        self._mask, self._sparsity, self._pattern = mask, sparsity, pattern
+        self._rows, self._removed = len(weight), 0
+
+    def is_due(self, place: int, start: int) -> bool:
+        """Whether columns from ``place`` on are chosen now; ``start`` is the first column of the block."""
+        if self._mask is not None:
+            return False
+        return place == start if self._pattern is None else place % self._pattern[1] == 0
+
+    def span(self, width: int) -> int:
+        """How many columns are chosen at once."""
+        return width if self._pattern is None else self._pattern[1]
+
+    def kept(self, scaled: Tensor, stop: int) -> Tensor:
+        """What is kept of the columns before ``stop``, from θ_j / U_jj."""
+        costs = scaled.square()
+        if self._pattern is not None:
+            n = math.ceil(costs.shape[1] * self._pattern[0] / self._pattern[1])  # the last group may be shorter
+            return torch.zeros_like(costs, dtype=torch.bool).scatter_(1, costs.topk(n, 1).indices, True)
+        assert self._sparsity is not None
+        count = round(self._sparsity * self._rows * stop) - self._removed
+        self._removed += count
+        kept = torch.ones(costs.numel(), dtype=torch.bool, device=costs.device)
+        kept[costs.flatten().argsort(stable=True)[:count]] = False
+        return kept.reshape(costs.shape)
+
+
+def inverse_factor(moment: Tensor, damping: float | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The upper triangular U with UᵀU = (A + Λ)⁻¹, from one Cholesky factorisation and one triangular inverse.
+
+    The inverse itself is never formed: in float32 it need not be positive definite. Where rounding has made A + Λ
+    indefinite, the diagonal is raised tenfold from 1e-6 of its mean until the factorisation succeeds.
+
+    Raises:
+        ValueError: A has the wrong shape, is not finite, or has an eigenvalue far below zero.
+    """
+    size = len(moment)
+    if moment.shape != (size, size):
+        raise ValueError(f"the moment is a square matrix, one row per input, not of shape {tuple(moment.shape)}.")
+    if not bool(moment.isfinite().all()):
+        raise ValueError("the second moments of the inputs hold NaN or infinity: the data or the network are broken.")
+    # A + Λ = M Mᵀ with an upper triangular M = U⁻¹: the ordinary factor of the flipped matrix, flipped back.
+    system = moment.to(dtype or moment.dtype).flip(0, 1).contiguous()
+    system.diagonal().add_(_ridge(moment, damping).to(system).expand(size).flip(0))
+    extra = 1e-6
+    while True:
+        factor, info = torch.linalg.cholesky_ex(system)
+        if not int(info):
+            break
+        if extra > 1:
+            raise ValueError(
+                "the second moments of the inputs are not positive semidefinite; sum x xᵀ over the rows of the inputs."
+            )
+        system.diagonal().add_(extra * _mean(moment))
+        extra *= 10
+    identity = torch.eye(size, dtype=system.dtype, device=system.device)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, identity, upper=False)
+    return inverse.flip(0, 1)
+
+
+def _ridge(moment: Tensor, damping: float | Tensor) -> Tensor:
+    """Λ, a number or one entry per input."""
+    if isinstance(damping, Tensor):
+        return damping
+    return torch.tensor(damping * _mean(moment), dtype=torch.float64, device=moment.device)
+
+
+def _mean(moment: Tensor) -> float:
+    """The mean squared input; 1 where all inputs are zero."""
+    return float(moment.diagonal().double().mean()) or 1.0
+
+
+def _wide(weight: Tensor, moment: Tensor) -> torch.dtype:
+    """Float64 where both are, else float32."""
+    return torch.float64 if weight.dtype == moment.dtype == torch.float64 else torch.float32
