@@ -110,6 +110,14 @@ SCORE = [
     {"criterion": "random", "seed": "a"},
 ]
 
+LOG_EVIDENCE = [
+    *({"model": wrong} for wrong in (None, nn.Linear, nn.ReLU(), nn.Linear(4, 5))),
+    *({"curvature": wrong} for wrong in (None, 3, {"0.weight": X})),
+    *({"prior_precision": wrong} for wrong in (None, "1", -1, 0, NAN, True, 1j, [1.0], {}, {"0.weight": 1.0})),
+    *({"prior_precision": wrong} for wrong in (torch.ones(7), -torch.ones(()), torch.ones((), dtype=torch.cfloat))),
+    *({"temperature": wrong} for wrong in (0, -1, "1", None, NAN, [1])),
+]
+
 
 def answered(call, *errors: type[Exception]) -> None:
     with pytest.raises(errors or (TypeError, ValueError)) as raised:
@@ -150,6 +158,14 @@ def test_prune(change):
 @pytest.mark.parametrize("change", SCORE, ids=written)
 def test_score(change):
     answered(lambda: shaver.score(**{"model": net(), "criterion": "magnitude", **change}), TypeError, ValueError)
+
+
+@pytest.mark.parametrize("change", LOG_EVIDENCE, ids=written)
+def test_log_evidence(change):
+    model = net()
+    known = {"model": model, "curvature": shaver.curvature.estimate(model, DATA), "prior_precision": 1.0}
+    assert shaver.log_evidence(**known) < 0
+    answered(lambda: shaver.log_evidence(**{**known, **change}))
 
 
 def test_save_and_load(tmp_path):

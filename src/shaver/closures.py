@@ -4,21 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import LBFGS, Optimizer
-
-from shaver.stepping import add_prior_gradient, apply_prior
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from shaver.spam import SpaM
-
-
-def in_objective(spam: "SpaM", optimizer: Optimizer) -> bool:
-    """Whether the prior is part of the loss that the optimizer minimises. If not, it is a proximal step afterwards.
-
-    L-BFGS compares losses and gradients at several points. It would mistake a proximal step for a property of the
-    loss. It also bounds its own step, so no δ is too large for it.
-    """
-    return not spam.settings.proximal or isinstance(optimizer, LBFGS)
 
 
 class Objective:
@@ -45,10 +34,10 @@ class Objective:
         else:  # a second measurement of the same samples would count them twice
             with self._spam.unobserved():
                 loss = self._closure()
-        if not in_objective(self._spam, self._optimizer):
+        self._spam.before_step(self._optimizer, self._strength)
+        if loss is None or not self._spam.in_objective(self._optimizer):
             return loss
-        add_prior_gradient(self._optimizer, self._spam.delta_by_parameter(), self._strength)
-        return loss if loss is None else loss + self._penalty()
+        return loss + self._penalty(self._strength)
 
     def finish(self) -> None:
         """After the optimizer's step: take the proximal step if there is one, and update δ if it is due."""
@@ -56,18 +45,15 @@ class Objective:
             raise RuntimeError(
                 f"{type(self._optimizer).__name__}.step(closure) did not call the closure; use an optimizer that does."
             )
-        if not in_objective(self._spam, self._optimizer):
-            apply_prior(self._optimizer, self._spam.delta_by_parameter(), self._strength)
+        self._spam.after_step(self._optimizer, self._strength)
         self._spam.advance(self._optimizer)
 
     @torch.no_grad()
-    def _penalty(self) -> float:
+    def _penalty(self, strength: float) -> float:
         """½ · strength · θᵀδθ over the weights that the optimizer trains."""
         delta = self._spam.delta_by_parameter()
         moved = [p for group in self._optimizer.param_groups for p in group["params"] if p in delta]
-        total = sum(float((delta[p] * p.square()).sum(dtype=torch.float64)) for p in moved)
-        assert self._strength is not None
-        return 0.5 * self._strength * total
+        return 0.5 * strength * sum(float((delta[p] * p.square()).sum(dtype=torch.float64)) for p in moved)
 
 
 class Attachment:
@@ -92,8 +78,7 @@ class Attachment:
             self._step = Objective(self._spam, optimizer, given, self._scale())
             return args[:1], {**kwargs, "closure": self._step}
         self._step = self._spam.observe(self._scale())
-        if in_objective(self._spam, optimizer):
-            add_prior_gradient(optimizer, self._spam.delta_by_parameter(), self._step)
+        self._spam.before_step(optimizer, self._step)
         return None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,8 +86,7 @@ class Attachment:
         if isinstance(step, Objective):
             step.finish()
         elif step is not None:
-            if not in_objective(self._spam, optimizer):
-                apply_prior(optimizer, self._spam.delta_by_parameter(), step)
+            self._spam.after_step(optimizer, step)
             self._spam.advance(optimizer)
 
 

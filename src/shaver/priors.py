@@ -316,30 +316,33 @@ def _ones(size: torch.Size | tuple[int, ...], like: Tensor) -> Tensor:
     return torch.ones(size, dtype=dtype, device=like.device)
 
 
+def _factor(name: str, parameter: Tensor, keep: tuple[int, ...], key: str | None = None) -> Factor:
+    """A factor of ones for one parameter, with one value per index along the dimensions ``keep``."""
+    layout = Axes(parameter.shape, keep)
+    return Factor(key or name, {name: layout}, _ones(layout.size, parameter))
+
+
 def _scalar(parameters: Mapping[str, Tensor]) -> list[Factor]:
     first = next(iter(parameters.values()))
     return [Factor("scalar", {name: Axes(p.shape, ()) for name, p in parameters.items()}, _ones((), first))]
 
 
 def _layer(parameters: Mapping[str, Tensor]) -> list[Factor]:
-    return [Factor(name, {name: Axes(p.shape, ())}, _ones((), p)) for name, p in parameters.items()]
+    return [_factor(name, p, ()) for name, p in parameters.items()]
 
 
 def _parameter(parameters: Mapping[str, Tensor]) -> list[Factor]:
-    layouts = {name: Axes(p.shape, tuple(range(p.ndim))) for name, p in parameters.items()}
-    return [Factor(name, {name: layouts[name]}, _ones(p.shape, p)) for name, p in parameters.items()]
+    return [_factor(name, p, tuple(range(p.ndim))) for name, p in parameters.items()]
 
 
 def _unit(parameters: Mapping[str, Tensor]) -> list[Factor]:
     factors = []
     for name, p in parameters.items():
-        if p.ndim < 2:
-            factors.append(Factor(name, {name: Axes(p.shape, tuple(range(p.ndim)))}, _ones(p.shape, p)))
-            continue
         first = 1 if p.ndim == 3 and p.shape[0] == 1 else 0  # (1, tokens, features)
-        for dim in (first, first + 1):
-            layout = Axes(p.shape, (dim,))
-            factors.append(Factor(f"{name}[{dim}]", {name: layout}, _ones(layout.size, p)))
+        if p.ndim < 2:
+            factors += _parameter({name: p})
+        else:
+            factors += [_factor(name, p, (dim,), f"{name}[{dim}]") for dim in (first, first + 1)]
     return factors
 
 

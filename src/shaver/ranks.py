@@ -1,14 +1,14 @@
 """Several processes that train together: sums over the ranks, and the part of the parameters that each rank holds."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shaver.shards import is_sharded, joined, local, mesh_group, row_numbers, rows_of, scattered, zeros_for
+from shaver.shards import is_sharded, joined, local, rows_of
 
 #: Tensors with fewer elements than this are sent together, in one message.
 SMALL = 2**18
@@ -41,16 +41,12 @@ class Ranks:
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks. Every rank gets the same bits."""
         if self:
-            for message in _messages(tensors):
-                dist.all_reduce(message.content, group=self.group)
-                message.deliver()
+            _send(tensors, lambda content: dist.all_reduce(content, group=self.group))
 
     def copy_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by the first rank's."""
         if self:
-            for message in _messages(tensors):
-                dist.broadcast(message.content, group=self.group, group_src=0)
-                message.deliver()
+            _send(tensors, lambda content: dist.broadcast(content, group=self.group, group_src=0))
 
     def total(self, *numbers: float) -> list[float]:
         """Sums of numbers over the ranks, in double precision."""
@@ -94,6 +90,10 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
     """The network inside ``DistributedDataParallel``, and the ranks that train it, also if it is sharded over them.
 
     A plain network is returned with ``ALONE``.
+
+    Raises:
+        TypeError: It is no network, or ``torch.nn.DataParallel``.
+        ValueError: Only some parameters are sharded, or they are sharded over several meshes or mesh dimensions.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}.")
@@ -106,8 +106,18 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
             "torch.nn.DataParallel runs copies of the network, whose curvature cannot be measured; use "
             "DistributedDataParallel under torchrun, or the plain network."
         )
-    group = mesh_group(model)
-    return model, ALONE if group is None else Ranks(group)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sharded: list[Any] = [p for p in trained if is_sharded(p)]
+    if not sharded:
+        return model, ALONE
+    meshes = {p.device_mesh for p in sharded}
+    if len(sharded) < len(trained) or len(meshes) > 1 or next(iter(meshes)).ndim > 1:
+        raise ValueError(
+            f"{len(sharded)} of {len(trained)} trainable parameters are sharded, over {len(meshes)} meshes of "
+            f"{sorted(mesh.ndim for mesh in meshes)} dimensions; SpaM needs all of them on one mesh of one dimension: "
+            "call fully_shard(model) on the whole model, without replication or tensor parallelism."
+        )
+    return model, Ranks(meshes.pop().get_group())
 
 
 class HeldParameters:
@@ -130,7 +140,8 @@ class HeldParameters:
 
     def zeros(self, name: str) -> Tensor:
         """Zeros shaped like this rank's values of a parameter, in at least single precision."""
-        return zeros_for(self.parameters[name])
+        rows = local(self.parameters[name].detach())
+        return torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
 
     def own(self, name: str, squares: Tensor) -> Tensor:
         """This rank's part of a parameter's squares."""
@@ -186,7 +197,11 @@ class ShardedParameters(HeldParameters):
 
     def own(self, name: str, squares: Tensor) -> Tensor:
         """This rank's rows of the sum of all ranks' squares. A collective."""
-        return scattered(squares, self.parameters[name])
+        from torch.distributed.tensor import DTensor, Partial
+
+        like: Any = self.parameters[name]
+        partial: Any = DTensor.from_local(squares, like.device_mesh, [Partial()])
+        return local(partial.redistribute(placements=like.placements))
 
     def total(self, *sums: float) -> list[float]:
         """Sums over all ranks. A collective."""
@@ -207,10 +222,21 @@ class ShardedParameters(HeldParameters):
         self._divide(sums, unit)
 
     def prior_of(self, prior: Any, for_rows: bool) -> Any:
-        """The prior for this rank's rows; unchanged if it was made for them."""
+        """The prior for this rank's rows; unchanged if it was made for them.
+
+        Raises:
+            ValueError: A parameter is sharded along another dimension than the first.
+        """
         if for_rows:
             return prior
-        return prior.of_rows({name: row_numbers(p) for name, p in self.parameters.items()}, self.ranks)
+        sharded: list[Any] = list(self.parameters.values())
+        if wrong := [p.placements[0] for p in sharded if not p.placements[0].is_shard(0)]:
+            raise ValueError(
+                f'a parameter is sharded as {wrong[0]}; priors other than "parameter" need Shard(0), the default of '
+                "fully_shard."
+            )
+        rows = {name: rows_of(torch.arange(len(p)), p) for name, p in self.parameters.items()}
+        return prior.of_rows(rows, self.ranks)
 
     def decide_together(self, values: Sequence[Tensor]) -> None:
         """Do nothing: each rank decides about its own rows."""
@@ -222,35 +248,27 @@ def held_parameters(parameters: Mapping[str, Tensor], ranks: Ranks) -> HeldParam
     return kind(parameters, ranks)
 
 
-class _Message:
-    """One tensor, or several small ones concatenated."""
+@torch.no_grad()
+def _send(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> None:
+    """Pass the tensors to an in-place collective; small ones of one kind are concatenated."""
+    waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        alone = len(tensors) == 1 and tensors[0].is_contiguous()
-        self.content = tensors[0] if alone else torch.cat([t.detach().reshape(-1) for t in tensors])
-
-    @torch.no_grad()
-    def deliver(self) -> None:
-        """Write the received content into the tensors."""
-        if self.content is self.tensors[0]:
+    def send(message: list[Tensor]) -> None:
+        if len(message) == 1 and message[0].is_contiguous():
+            collective(message[0])
             return
-        parts = torch.split(self.content, [t.numel() for t in self.tensors])
-        for tensor, part in zip(self.tensors, parts, strict=True):
+        content = torch.cat([tensor.reshape(-1) for tensor in message])
+        collective(content)
+        for tensor, part in zip(message, torch.split(content, [t.numel() for t in message]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-
-def _messages(tensors: Sequence[Tensor]) -> Iterator[_Message]:
-    waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in (tensor.detach() for tensor in tensors):
         if tensor.numel() >= SMALL:
-            yield _Message([tensor.detach()])
+            send([tensor])
             continue
-        kind = waiting.setdefault((tensor.dtype, tensor.device), [])
-        kind.append(tensor.detach())
-        if sum(t.numel() for t in kind) >= BUCKET:
-            yield _Message(kind)
-            waiting[tensor.dtype, tensor.device] = []
-    for kind in waiting.values():
-        if kind:
-            yield _Message(kind)
+        message = waiting.setdefault((tensor.dtype, tensor.device), [])
+        message.append(tensor)
+        if sum(t.numel() for t in message) >= BUCKET:
+            send(waiting.pop((tensor.dtype, tensor.device)))
+    for message in waiting.values():
+        send(message)

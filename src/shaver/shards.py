@@ -4,34 +4,22 @@
 Only the squares of gradients must be summed over the ranks; each rank keeps its rows of the sum.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-
-try:
-    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
-except ImportError:  # a build of torch without distributed
-    DTensor = Partial = distribute_tensor = None  # type: ignore[assignment, misc]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether the tensor is a ``DTensor``."""
-    return DTensor is not None and isinstance(tensor, DTensor)
+    """Whether the tensor is a ``DTensor``. Its module takes a second to import; before that there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows, sharing their memory; a plain tensor is returned as it is."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def scattered(squares: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows of the sum of all ranks' ``squares``, sharded like ``like``. A collective."""
-    if not is_sharded(like):
-        return squares
-    partial: Any = DTensor.from_local(squares, like.device_mesh, [Partial()])  # type: ignore[attr-defined]
-    return local(partial.redistribute(placements=like.placements))  # type: ignore[attr-defined]
 
 
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
@@ -40,6 +28,8 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
         return local(whole)
     if not is_sharded(like) or whole.shape not in (like.shape, like.shape[:1]):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     return local(distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)).clone()
 
@@ -48,6 +38,8 @@ def joined(rows: Tensor, like: Tensor) -> Tensor:
     """A ``DTensor`` of this rank's rows, sharded like ``like``, with its shape or one value per row. No messages."""
     if not is_sharded(like) or rows.shape not in (local(like).shape, local(like).shape[:1]):
         return rows
+    from torch.distributed.tensor import DTensor
+
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     shape, stride = (like.shape, like.stride()) if rows.ndim == like.ndim else (like.shape[:1], (1,))
     return DTensor.from_local(rows, mesh, placements, shape=shape, stride=stride)
@@ -92,27 +84,6 @@ def whole_copy(model: nn.Module) -> nn.Module:
     return copy(model)
 
 
-def mesh_group(model: nn.Module) -> Any:
-    """The process group over which a model's parameters are sharded; None if they are not.
-
-    Raises:
-        ValueError: Only some are sharded, or they are sharded over several meshes or mesh dimensions.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    sharded = [p for p in trained if is_sharded(p)]
-    if not sharded:
-        return None
-    meshes = {p.device_mesh for p in sharded}  # type: ignore[attr-defined]
-    if len(sharded) < len(trained) or len(meshes) > 1 or next(iter(meshes)).ndim > 1:
-        raise ValueError(
-            f"{len(sharded)} of {len(trained)} trainable parameters are sharded, over {len(meshes)} meshes of "
-            f"{sorted(mesh.ndim for mesh in meshes)} dimensions; SpaM needs all of them on one mesh of one dimension: "
-            "call fully_shard(model) on the whole model, without replication or tensor parallelism."
-        )
-    (mesh,) = meshes
-    return mesh.get_group()
-
-
 def check_settings(prior: object, settings: Any) -> None:
     """Refuse settings that need more than a rank's own rows and sums over them.
 
@@ -125,25 +96,3 @@ def check_settings(prior: object, settings: Any) -> None:
             f"is prior={prior!r}, online={settings.online}, method={settings.method!r}, source={settings.source!r}. "
             "DistributedDataParallel supports all settings."
         )
-
-
-def row_numbers(parameter: Tensor) -> Tensor:
-    """The indices of this rank's rows of a sharded parameter.
-
-    Raises:
-        ValueError: The parameter is sharded along another dimension.
-    """
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    if not placements[0].is_shard(0):
-        raise ValueError(
-            f'a parameter is sharded as {placements[0]}; priors other than "parameter" need Shard(0), the default of '
-            "fully_shard."
-        )
-    numbers = torch.arange(len(parameter), device=mesh.device_type)
-    return local(distribute_tensor(numbers, mesh, placements, src_data_rank=None))
-
-
-def zeros_for(parameter: Tensor) -> Tensor:
-    """Zeros for this rank's rows of a parameter, in at least single precision."""
-    rows = local(parameter.detach())
-    return torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))

@@ -21,7 +21,7 @@ from shaver.curvature.online import UNMEASURED, OnlineCurvature
 from shaver.evidence import Posterior, improve, shrink_factor
 from shaver.evidence.noise import NoiseLearner
 from shaver.likelihoods import Likelihood, get_likelihood
-from shaver.naming import check_count, check_name, shown
+from shaver.naming import check_count, check_name
 from shaver.priors import Grouping, make_prior
 from shaver.ranks import Ranks, held_parameters, unwrapped
 from shaver.selection import Selection
@@ -80,11 +80,8 @@ class SpaM:
     ) -> None:
         check_name("structure", structure, STRUCTURES)
         self.settings = settings = settings_for(structure, settings, options)
-        if not hasattr(data_size, "__index__") or isinstance(data_size, bool) or data_size < 1:
-            raise ValueError(
-                f"data_size is the number of training samples, a whole number from 1, not {shown(data_size)}."
-            )
-        self.data_size, self.seed = int(data_size), check_count("seed", seed, 0)
+        self.data_size = check_count("data_size, the number of training samples,", data_size)
+        self.seed = check_count("seed", seed, 0)
         self.total_steps = None if total_steps is None else check_count("total_steps", total_steps)
         model, self.ranks = unwrapped(model)
         if group is not None:
@@ -172,12 +169,11 @@ class SpaM:
         scaled = scaler is not None and scaler.is_enabled()
         strength = self.observe(float(scaler.get_scale()) if scaled else None)
         for optimizer in optimizers:
-            if not self.settings.proximal:
-                if scaled:
-                    unscale(optimizer, scaler)
-                add_prior_gradient(optimizer, self.delta_by_parameter(), strength)
-            if take_step(optimizer, scaler) and self.settings.proximal:
-                apply_prior(optimizer, self.delta_by_parameter(), strength)
+            if scaled and not self.settings.proximal:
+                unscale(optimizer, scaler)
+            self.before_step(optimizer, strength)
+            if take_step(optimizer, scaler):
+                self.after_step(optimizer, strength)
         self.advance(*optimizers)
         return None
 
@@ -204,6 +200,24 @@ class SpaM:
             self.online.step(scale)
             weight = self.online.weight
         return weight * self.settings.temperature / self.data_size
+
+    def in_objective(self, optimizer: Optimizer) -> bool:
+        """Whether the prior is part of the loss that the optimizer minimises. If not, it is a proximal step afterwards.
+
+        L-BFGS compares losses and gradients at several points. It would mistake a proximal step for a property of the
+        loss. It also bounds its own step, so no δ is too large for it.
+        """
+        return not self.settings.proximal or isinstance(optimizer, LBFGS)
+
+    def before_step(self, optimizer: Optimizer, strength: float) -> None:
+        """Add the prior's gradient, if the prior is part of the objective. ``strength`` is its factor in the loss."""
+        if self.in_objective(optimizer):
+            add_prior_gradient(optimizer, self.delta_by_parameter(), strength)
+
+    def after_step(self, optimizer: Optimizer, strength: float) -> None:
+        """Take the prior's proximal step, if the prior is not part of the objective."""
+        if not self.in_objective(optimizer):
+            apply_prior(optimizer, self.delta_by_parameter(), strength)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Check each set of optimizers once."""
@@ -355,7 +369,7 @@ class SpaM:
         weights = sum(p.numel() for p in posterior.theta.values())
         likelihood = posterior.curvature.log_likelihood / self.settings.temperature
         known = math.isfinite(likelihood)
-        sums = (
+        effective, relevant, count, log_delta, behind, occam = self._held.total(
             posterior.effective_parameters,
             posterior.relevance() * weights,
             weights,
@@ -363,12 +377,7 @@ class SpaM:
             sum(values.numel() for values in own),
             posterior.log_evidence - likelihood if known else 0.0,
         )
-        effective, relevant, count, log_delta, behind, occam = self._held.total(*sums)
-        found = {
-            "effective_parameters": effective,
-            "relevant": relevant / count,
-            "mean_log_delta": log_delta / behind,
-        }
+        found = {"effective_parameters": effective, "relevant": relevant / count, "mean_log_delta": log_delta / behind}
         if known:
             found["log_evidence"] = likelihood + occam
         return found | self.noise.statistics()

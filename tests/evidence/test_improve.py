@@ -192,7 +192,7 @@ def test_mistakes_are_answered():
     prior = make_prior("layer", theta)
     with pytest.raises(ValueError, match="did you mean 'gradient'"):
         improve(prior, curvature, theta, method="gradiant")
-    with pytest.raises(ValueError, match="temperature must be positive, not 0"):
+    with pytest.raises(ValueError, match="temperature must be a finite number above 0, not 0"):
         improve(prior, curvature, theta, temperature=0.0)
     with pytest.raises(FloatingPointError, match=r"the weights 'norm.weight' hold NaN"):
         improve(prior, curvature, theta | {"norm.weight": torch.full((4,), math.nan)})

@@ -291,3 +291,22 @@ def test_options_by_name_are_options_as_one_object():
     assert identical(weights(by_name), weights(as_object))
     with pytest.raises(ValueError, match="unknown argument of fit 'optimiser'; did you mean 'optimizer'"):
         fit(network(), batches(), optimiser="adam")
+
+
+class InPlace(nn.Module):
+    """A network that changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("method", ["map", "spam"])
+def test_a_network_that_changes_its_input_leaves_the_user_s_batches_alone(method):
+    x, y = torch.randn(24, 4), torch.randint(3, (24,))
+    data, before = [(x[:12], y[:12]), (x[12:], y[12:])], x.clone()
+    fit(InPlace(), data, data, method=method, epochs=2, progress=False)
+    assert torch.equal(x, before)

@@ -1,7 +1,6 @@
 """Reading the scale of a classification loss, and the likelihood, from the gradient at the outputs."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,28 +11,15 @@ from shaver.likelihoods import Classification
 PIECE = 2**22
 
 
-@dataclass(frozen=True)
-class LossScale:
-    """The values that the gradient at the outputs gives.
-
-    Attributes:
-        factor: c in loss = c · Σ_n −log p(y_n): 1/B for a mean over B samples, 1 for a sum, times the loss scale.
-        nll: Σ_n −log p(y_n).
-    """
-
-    factor: float
-    nll: float
-
-
-def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> LossScale | None:
+def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> tuple[float, float] | None:
     """Find c and the labels from ∂loss/∂f = c · (softmax(f) − e_y), the gradient of cross entropy.
 
     Each row has one negative entry, at its label; ignored rows are zero. The loss may be reduced, accumulated or scaled
     in any way.
 
     Returns:
-        The scale and the likelihood, or None if every row is zero because its label is ignored or predicted with
-        certainty.
+        c, which is 1/B for a mean over B samples and 1 for a sum, times the loss scale; and Σ_n −log p(y_n). None if
+        every row is zero because its label is ignored or predicted with certainty.
 
     Raises:
         ValueError: The gradient has another form, so the loss is not the plain cross entropy of the outputs.
@@ -69,7 +55,7 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
             "sample weights, a further term, or outputs that are already probabilities), so its scale cannot be "
             'read. Pass loss="mean" or loss="sum", whichever reduction it uses, and source="mc".'
         )
-    return LossScale(factor, nll)
+    return factor, nll
 
 
 def _sums(f: Tensor, g: Tensor) -> Tensor:

@@ -142,12 +142,10 @@ class Measurement:
             return
         assert isinstance(self.request.likelihood, Classification)
         try:
-            scale = read_loss(self.request.likelihood, outputs, gradient)
+            # None: every label is predicted with certainty or ignored, so there is nothing to read or add
+            self.factor, self.nll = read_loss(self.request.likelihood, outputs, gradient) or (0.0, 0.0)
         except FloatingPointError:  # handled at the end of the step: with a loss scaler it is no error
             self.factor = self.nll = math.nan
-            return
-        # None: every label is predicted with certainty or ignored, so there is nothing to read or add
-        self.factor, self.nll = (0.0, 0.0) if scale is None else (scale.factor, scale.nll)
 
     def _drawn(self, outputs: Tensor, gradient: Tensor) -> Tensor:
         """The output gradient of MC. Zero rows in the gradient of the loss show which labels are ignored."""

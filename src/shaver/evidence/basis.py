@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock, at_least_float32
+from shaver.curvature.blocks import Curvature, DiagonalBlock, KroneckerBlock, at_least_float32
 from shaver.priors import Axes, Layout
 
 
@@ -165,18 +165,15 @@ class KroneckerBasis(Basis):
         return torch.stack([self.block.from_matrix(matrix) for matrix in turned])
 
 
-def make_basis(name: str, block: Block, temperature: float = 1.0) -> Basis:
-    """The basis for a block of either structure."""
-    if isinstance(block, KroneckerBlock):
-        return KroneckerBasis(name, block, temperature)
-    return DiagonalBasis(name, block, temperature)
-
-
 def make_bases(curvature: Curvature, temperature: float = 1.0) -> dict[str, Basis]:
-    """The basis of every parameter."""
-    if not temperature > 0:
-        raise ValueError(f"the temperature must be positive, not {temperature!r}; with 1 the data count once.")
-    return {name: make_basis(name, block, temperature) for name, block in curvature}
+    """The basis of every parameter, for blocks of either structure."""
+    bases: dict[str, Basis] = {}
+    for name, block in curvature:
+        if isinstance(block, KroneckerBlock):
+            bases[name] = KroneckerBasis(name, block, temperature)
+        else:
+            bases[name] = DiagonalBasis(name, block, temperature)
+    return bases
 
 
 _Eigen = tuple[Tensor, Tensor]

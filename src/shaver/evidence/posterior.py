@@ -6,6 +6,7 @@ log p(D|δ) ≈ log p(D|θ*) − ½ θ*ᵀ δ θ* + ½ Σ log δ − ½ log |H +
 import math
 import os
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shaver.curvature.blocks import Curvature, at_least_float32
 from shaver.evidence.basis import Basis, make_bases
 from shaver.evidence.prediction import METHODS, Prediction, draws, linearised, sampled
 from shaver.likelihoods import Likelihood, get_likelihood
-from shaver.naming import check_name
+from shaver.naming import check_name, check_number, shown
 from shaver.priors import Prior, broadcasts
 
 #: Prior precisions: one number, one number or tensor per parameter, or a prior.
@@ -61,9 +62,13 @@ class Posterior:
         if isinstance(theta, nn.Module):
             model = theta if model is None else model
             theta = dict(theta.named_parameters())
+        if not isinstance(curvature, Curvature):
+            raise TypeError(f"curvature is what shaver.curvature.estimate returns, not {shown(curvature)}.")
+        if not isinstance(theta, Mapping):
+            raise TypeError(f"the weights are a network or a dict of tensors by name, not {shown(theta)}.")
         self.model, self.likelihood = model, get_likelihood(likelihood)
         self.curvature = curvature
-        self.temperature = float(temperature)
+        self.temperature = check_number("temperature", temperature, least=0, above=True)
         self.theta = {name: weights_of(theta, name, block.shape) for name, block in curvature}
         self.fixed = not isinstance(prior, Prior | Mapping)
         self._prior: Prior | dict[str, Tensor]
@@ -238,7 +243,9 @@ def log_evidence(
         prior_precision: One δ, a dict of numbers or tensors by parameter name, or a prior.
         temperature: T: the data count 1/T times.
     """
-    return Posterior(curvature, prior_precision, dict(model.named_parameters()), temperature).log_evidence
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"log_evidence takes a network, a torch.nn.Module, not {shown(model)}.")
+    return Posterior(curvature, prior_precision, model, temperature).log_evidence
 
 
 def occam(basis: Basis, delta: Tensor, projected: Tensor, theta: Tensor) -> Tensor:
@@ -280,8 +287,13 @@ def _precisions(
     _same_names(list(given), curvature, "the prior precision")
     result = {}
     for name, block in curvature:
-        if isinstance(given[name], str):
-            raise TypeError(f"the precision of {name!r} must be a number or a tensor, not {given[name]!r}.")
+        value = given[name]
+        is_real = not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)
+        if not is_real or isinstance(value, bool):
+            raise TypeError(
+                f"the precision of {name!r} must be a number or a tensor, not {shown(value)}; a dict of these by "
+                "parameter name, or a prior from shaver.priors.make_prior, gives each parameter its own."
+            )
         delta = torch.as_tensor(given[name], dtype=theta[name].dtype, device=theta[name].device).detach()
         if not broadcasts(delta.shape, block.shape):
             raise ValueError(

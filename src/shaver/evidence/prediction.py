@@ -7,16 +7,16 @@ are Gaussian with covariance J Σ Jᵀ. The GGN is the exact curvature of that e
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
+from torch.func import jacrev, vmap
 from torch.utils._pytree import tree_map
 
 from shaver.batches import batch_size_of, outputs_in
+from shaver.curvature.capture import Functional, undisturbed
 from shaver.evidence.basis import Basis
 from shaver.likelihoods import Classification, Likelihood
 
@@ -67,7 +67,7 @@ def sampled(
     """The mean prediction of networks sampled from the posterior, and the variance of their outputs."""
     mean = total = squares = torch.zeros(())
     first: Tensor | None = None
-    with _evaluating(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         for weights in draws(posterior, samples, seed):
             outputs = _outputs(model, weights, x)
             first = outputs if first is None else first  # summing differences from it avoids cancellation
@@ -84,7 +84,7 @@ def linearised(posterior: "Posterior", model: nn.Module, x: Any, likelihood: Lik
     softmax(f / √(1 + π/8 · diag(J Σ Jᵀ))). The Jacobian is computed for a few samples and a few parameters at a time.
     """
     bases = {name: (basis, projected) for name, basis, projected in _projected(posterior)}
-    with _evaluating(model):
+    with undisturbed(model):
         with torch.no_grad():
             outputs = _outputs(model, posterior.theta, x)
         count, size = batch_size_of(x), outputs[0].numel()
@@ -121,7 +121,7 @@ def _outputs(model: nn.Module, weights: Mapping[str, Tensor], x: Any) -> Tensor:
     own = dict(model.named_parameters())
     known = {name: weight.to(own[name].dtype) for name, weight in weights.items()}
     arguments, named = ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
-    return outputs_in(functional_call(model, known, arguments, named))
+    return Functional(model, lambda network, batch: outputs_in(network(*arguments, **named))).at(known, x)
 
 
 def _jacobian(model: nn.Module, theta: Mapping[str, Tensor], names: list[str], x: Any) -> dict[str, Tensor]:
@@ -149,15 +149,3 @@ def _groups(theta: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
         group.append(name)
         numbers += weight.numel()
     yield group
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; afterwards each module has its own mode again."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

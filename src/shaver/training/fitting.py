@@ -14,7 +14,7 @@ from shaver.naming import check_count, check_name, check_number
 from shaver.pruning import Masks, Schedule
 from shaver.training.history import History, open_logger
 from shaver.training.options import Options, options_with
-from shaver.training.progress import Progress
+from shaver.training.progress import TrainingProgress
 from shaver.training.randomness import own_randomness
 from shaver.training.run import Run
 from shaver.training.sources import open_source
@@ -105,12 +105,12 @@ def fit(
         run = Run(model, train_source, valid_source, settings, options)
         place = None if folder is None else check_folder(folder)
         run.prepare(spam, masks, online, place)
-        shown = (None if options.logger is None else False) if options.progress is None else options.progress
+        shown = options.progress if run.spread.first else False
+        if shown is None and options.logger is not None:
+            shown = False
         try:
             with (
-                Progress(
-                    method, epochs, train_source.count, run.epoch, shown=shown if run.spread.first else False
-                ) as bar,
+                TrainingProgress(method, epochs, train_source.count, run.epoch, shown=shown) as bar,
                 open_logger(options.logger if run.spread.first else None, place, run.epoch) as sink,
             ):
                 while not run.finished:

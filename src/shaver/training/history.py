@@ -59,26 +59,17 @@ class History(list[dict[str, Any]]):
         write_text(path, text.getvalue())
 
 
-class TensorBoard:
-    """Writes every number of a row as a curve into ``folder``."""
+class _Curves:
+    """A TensorBoard writer as a logger: one curve per column."""
 
-    def __init__(self, folder: Path, purge_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError('logger="tensorboard" needs TensorBoard: pip install "shaver[track]".') from error
-        # After a crash, epochs that are trained again must not appear twice.
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
 
     def log(self, row: dict[str, Any], step: int) -> None:
-        """One curve per column."""
+        """Add a point to each curve."""
         for name, value in row.items():
             if name != "epoch":
-                self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, step)
 
 
 @contextmanager
@@ -87,9 +78,11 @@ def open_logger(logger: Logger | str | None, folder: Path | None, epoch: int) ->
     if not isinstance(logger, str):
         yield logger
         return
-    assert folder is not None
-    writer = TensorBoard(folder / "tensorboard", purge_step=epoch + 1)
     try:
-        yield writer
-    finally:
-        writer.close()
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError('logger="tensorboard" needs TensorBoard: pip install "shaver[track]".') from error
+    assert folder is not None
+    # After a crash, epochs that are trained again must not appear twice.
+    with SummaryWriter(str(folder / "tensorboard"), purge_step=epoch + 1) as writer:  # type: ignore[no-untyped-call]
+        yield _Curves(writer)

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from shaver.likelihoods import Likelihood
-
 #: Of an array with more bytes than this, only evenly spaced rows are read.
 _WHOLE = 2**28
 #: Depth to which the attributes of a data set are followed.
@@ -72,11 +70,6 @@ def describe_optimizer(asked: object, optimizer: Optimizer) -> Any:
         return asked
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {"type": describe(type(optimizer))} | {f"group {i}": describe(group) for i, group in enumerate(groups)}
-
-
-def describe_likelihood(asked: str | Likelihood) -> str:
-    """A likelihood by its name, or a user's own by its type."""
-    return asked if isinstance(asked, str) else str(describe(type(asked)))
 
 
 def fingerprint(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,13 @@ from torch.utils._pytree import tree_flatten
 
 from shaver.batches import Forward, forward_of, outputs_in
 from shaver.curvature.capture import undisturbed
-from shaver.likelihoods import Classification, Likelihood
+from shaver.likelihoods import Classification
 from shaver.settings import Settings, settings_for
 from shaver.spam import SpaM
+from shaver.training.sources import to_device
+
+if TYPE_CHECKING:
+    from shaver.training.run import Run
 
 _UNKNOWN = (
     "SpaM cannot find the outputs in what the model returns: forward= returns none of its tensors, or different ones "
@@ -20,48 +24,29 @@ _UNKNOWN = (
 )
 
 
-def attach_spam(
-    model: nn.Module,
-    asked: Mapping[str, Any],
-    own: Mapping[str, Any],
-    *,
-    data_size: int,
-    likelihood: Likelihood,
-    forward: Forward,
-    first_batch: Callable[[], Any],
-    plain_loss: bool,
-) -> SpaM:
-    """Create SpaM for a network that ``fit`` trains.
-
-    Args:
-        model: The network.
-        asked: The user's options.
-        own: The arguments that ``fit`` sets itself.
-        data_size: Samples per epoch.
-        likelihood: The likelihood of the outputs.
-        forward: The user's own forward function, or the default.
-        first_batch: Returns a batch to try ``forward`` on.
-        plain_loss: Whether the loss is a mean over the samples of a batch, without a scale.
+def attach_spam(run: "Run", asked: Mapping[str, Any]) -> SpaM:
+    """Create SpaM for the network of a run. ``asked`` holds the user's options.
 
     Raises:
         ValueError: An option belongs to ``fit`` or is unknown, or the scale of the loss cannot be read.
         TypeError: The outputs cannot be found in what the model returns.
     """
+    own = {"total_steps": run.epochs * run.steps_per_epoch, "seed": run.seed, "group": run.spread.ranks.group}
     if clash := own.keys() & asked.keys():
         raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
     options = {name: value for name, value in asked.items() if name in {f.name for f in fields(Settings)}}
     settings = settings_for(asked.get("structure", "diag"), asked.get("settings"), options)
-    found: dict[str, Any] = {}
+    forward = run.options.forward
     if forward is not forward_of and "outputs" not in asked and settings.online:
-        found["outputs"] = outputs_finder(model, forward, first_batch())
-    if plain_loss:
-        found["loss"] = "mean"
-    elif not isinstance(likelihood, Classification):
+        own["outputs"] = outputs_finder(run.model, forward, to_device(run.train.first(), run.device))
+    if run.plain_loss:
+        own["loss"] = "mean"
+    elif not isinstance(run.likelihood, Classification):
         raise ValueError(
             "with SpaM, accumulate and amp='float16' are for classification, where the scale of the loss can be read "
             "off its gradient; use a larger batch_size or amp='bfloat16' for this likelihood."
         )
-    return SpaM(model, data_size, likelihood=likelihood, **own, **(found | dict(asked)))
+    return SpaM(run.model, run.train.data_size, likelihood=run.likelihood, **(own | dict(asked)))
 
 
 def outputs_finder(model: nn.Module, forward: Forward, batch: Any) -> Callable[[Any], Tensor]:

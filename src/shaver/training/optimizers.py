@@ -59,12 +59,6 @@ def build_optimizer(
     return built
 
 
-def check_schedule(schedule: ScheduleLike) -> None:
-    """Raise an error if the schedule is neither a known name nor a function."""
-    if not callable(schedule):
-        check_name("schedule", schedule, SCHEDULES)
-
-
 def scheduled_lr(schedule: ScheduleLike, base: float, progress: float) -> float:
     """The learning rate after the share ``progress`` of training. The cosine runs from ``base`` to 1e-6."""
     if callable(schedule):

@@ -11,7 +11,7 @@ from shaver.batches import Forward, Targets, forward_of, targets_of
 from shaver.likelihoods import Likelihood
 from shaver.naming import check_count, check_name, check_number
 from shaver.training.history import Logger
-from shaver.training.optimizers import OptimizerLike, ScheduleLike, check_schedule
+from shaver.training.optimizers import SCHEDULES, OptimizerLike, ScheduleLike
 
 #: Data types of mixed precision, by name.
 AMP_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -63,7 +63,8 @@ class Options:
     targets: Targets = field(default=targets_of, metadata=_PRESENTATION)
 
     def __post_init__(self) -> None:
-        check_schedule(self.schedule)
+        if not callable(self.schedule):
+            check_name("schedule", self.schedule, SCHEDULES)
         if self.amp is not None:
             check_name("amp type", self.amp, AMP_TYPES)
         for name in ("accumulate", "early_stopping"):

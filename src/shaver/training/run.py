@@ -21,7 +21,7 @@ from shaver.training.history import History
 from shaver.training.lasso import l1_norm, soft_threshold
 from shaver.training.optimizers import build_optimizer, scheduled_lr
 from shaver.training.options import AMP_TYPES, Options
-from shaver.training.progress import Progress
+from shaver.training.progress import TrainingProgress
 from shaver.training.randomness import random_state, set_random_state
 from shaver.training.sources import Source, chunks, to_device
 from shaver.training.spreading import Spread, join
@@ -75,7 +75,9 @@ class Run:
         """Attach SpaM and the pruner, then restore a checkpoint if there is one."""
         try:
             if self.method == "spam":
-                self._attach_spam(spam)
+                from shaver.training.learner import attach_spam  # MAP and L1 need none of it
+
+                self.spam = attach_spam(self, spam)
             found = None
             if folder is not None:
                 self.folder = folder
@@ -110,7 +112,7 @@ class Run:
         )
         return described | {
             "optimizer": identity.describe_optimizer(self.options.optimizer, self.optimizer),
-            "likelihood": identity.describe_likelihood(self.options.likelihood),
+            "likelihood": identity.describe(self.options.likelihood),
             "noise": dict(self.likelihood.state()),
             "masks": None if masks is None else f"{masks.kept} of {masks.total} weights, {identity.fingerprint(masks)}",
             identity.DATA: self.train.description,
@@ -140,22 +142,7 @@ class Run:
         self.identity = dict(state["config"])
         return state
 
-    def _attach_spam(self, asked: Mapping[str, Any]) -> None:
-        from shaver.training.learner import attach_spam  # MAP and L1 need none of it
-
-        total = self.epochs * self.steps_per_epoch
-        self.spam = attach_spam(
-            self.model,
-            asked,
-            {"total_steps": total, "seed": self.seed, "group": self.spread.ranks.group},
-            data_size=self.train.data_size,
-            likelihood=self.likelihood,
-            forward=self.options.forward,
-            first_batch=lambda: to_device(self.train.first(), self.device),
-            plain_loss=self.plain_loss,
-        )
-
-    def train_epoch(self, bar: Progress) -> dict[str, Any]:
+    def train_epoch(self, bar: TrainingProgress) -> dict[str, Any]:
         """Train one epoch, then validate, record the row and write the checkpoint."""
         began = time.perf_counter()
         self.model.train()
@@ -165,7 +152,7 @@ class Run:
             lr = self._set_lr()
             loss, size = self._take_step(group)
             total, seen = total + loss, seen + size
-            bar.advance(len(group), total / seen)
+            bar.add_batches(len(group), total / seen)
         if not seen:
             raise ValueError(f"train had no batches in epoch {self.epoch + 1}; it had {self.train.count} before.")
         self._checked = True

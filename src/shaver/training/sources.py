@@ -1,12 +1,13 @@
 """Training data behind one interface: data in memory, a DataLoader, or any list of batches."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from shaver.batches import batch_size_of
 from shaver.training.identity import fingerprint
@@ -104,12 +105,5 @@ def chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; dicts, tuples and lists keep their kind."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)  # a named tuple takes fields
-    return batch
+    """Copies of the batch's tensors on ``device``, so that a network may change its input in place."""
+    return tree_map(lambda v: v.to(device, non_blocking=True, copy=True) if isinstance(v, Tensor) else v, batch)
