@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 #: The key of a dict batch that holds the targets.
@@ -28,28 +28,40 @@ Targets = Callable[[Any], Tensor]
 
 
 def check_network(model: object, what: str) -> nn.Module:
-    """Refuse anything but a network whose weights have values.
+    """Refuse anything but a network of dense real parameters that have values.
 
     Raises:
         TypeError: It is not a module, or some of its parameters are complex or sparse.
-        ValueError: It has no parameters, or some of them are lazy or on the meta device.
+        ValueError: It has no parameters, or some of its tensors are lazy or on the meta device.
     """
-    if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}; create an instance first" if isinstance(model, type) else repr(model)
-        raise TypeError(f"{what} takes a network, a torch.nn.Module, not {kind}.")
+    network = check_values(model, what)
     empty = True
-    for name, parameter in model.named_parameters():
+    for name, parameter in network.named_parameters():
         empty = False
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"parameter {name!r} has no shape yet: call the network once on an input before {what}.")
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values; load the weights first.")
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise TypeError(
                 f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; {what} needs dense real parameters."
             )
     if empty:
-        raise ValueError(f"{type(model).__name__} has no trainable parameters: there is nothing for {what} to do.")
+        raise ValueError(f"{type(network).__name__} has no trainable parameters: there is nothing for {what} to do.")
+    return network
+
+
+def check_values(model: object, what: str) -> nn.Module:
+    """Refuse anything but a network whose parameters and buffers have values.
+
+    Raises:
+        TypeError: It is not a module.
+        ValueError: A tensor is lazy or on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}; create an instance first" if isinstance(model, type) else repr(model)
+        raise TypeError(f"{what} takes a network, a torch.nn.Module, not {kind}.")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{name!r} is lazy and has no shape yet: call the network once on an input before {what}.")
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values; load the weights first.")
     return model
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 #: ``rule(name, parameter)``: whether the parameter may be pruned.
 Rule = Callable[[str, nn.Parameter], bool]
@@ -58,7 +58,10 @@ def input_dim(model: nn.Module, name: str) -> int:
 
 def is_transposed_linear(module: nn.Module) -> bool:
     """Whether the module is the transformers library's ``Conv1D``: a linear layer that stores ``(in, out)``."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    weight = getattr(module, "weight", None)
+    return (
+        type(module).__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(weight, Tensor) and weight.ndim == 2
+    )
 
 
 def _weight_rule(model: nn.Module) -> Rule:

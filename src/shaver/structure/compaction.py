@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shaver.batches import Forward
+from shaver.batches import Forward, check_values
 from shaver.criteria import PosteriorLike
 from shaver.measure import Cost, cost
 from shaver.measure.example import Example
@@ -22,7 +22,7 @@ from shaver.repairing import Repaired, repair
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser
 from shaver.structure.config_widths import Ties, evened, expressible
 from shaver.structure.groups import Groups, check_groups, kept_units, mask_units
-from shaver.structure.inputs import check_example, check_network, copied
+from shaver.structure.inputs import check_example, copied
 from shaver.structure.removal import remove_units
 from shaver.structure.scores import score_units
 from shaver.structure.search import find_groups
@@ -150,7 +150,7 @@ def compact_with_report(
     if normalise is None and criterion == "synflow":
         normalise = "none"
     options = ChoiceOptions(target, spread, normalise, round_to, min_units)
-    check_network(model)
+    check_values(model, "compact")
     example = copied(check_example(example, forward))
     groups = find_groups(model, example, forward=forward) if groups is None else check_groups(groups, model)
     ties: Ties = {}

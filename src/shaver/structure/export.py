@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import LABELS, outputs_in
+from shaver.batches import LABELS, check_values, outputs_in
 from shaver.curvature.capture import undisturbed
 from shaver.io import atomic_path
 from shaver.measure.example import Example, call, samples_of
-from shaver.structure.inputs import check_example, check_network, copied, short
+from shaver.structure.inputs import check_example, copied, short
 
 #: The largest difference between the file's outputs and the network's, relative to the largest output.
 TOLERANCE = 1e-5
@@ -59,7 +59,7 @@ def export_onnx(
         raise ImportError(f'ONNX files need {", ".join(missing)}: pip install "shaver[onnx]".')
     if not isinstance(path, str | os.PathLike) or Path(path).is_dir():
         raise ValueError(f"path must name a file, such as 'small.onnx', not {str(path)!r}.")
-    target, kind = Path(path), type(check_network(model)).__name__
+    target, kind = Path(path), type(check_values(model, "export_onnx")).__name__
     example = copied(check_example(example))
     # The exporter takes a dimension of size 1 for a constant, so the network is traced with at least two samples.
     traced = short(example, max(2, samples_of(example))) if dynamic_batch else example

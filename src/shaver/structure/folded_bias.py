@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaver.criteria.rules import is_transposed_linear
 from shaver.structure.groups import Groups
 from shaver.structure.record import output_dim
 
@@ -125,7 +126,7 @@ def readers_of(model: nn.Module, groups: Groups, kept: Mapping[str, Tensor]) -> 
             if piece.role != "reads" or own != "weight":
                 continue
             layer = model.get_submodule(owner)
-            known = isinstance(layer, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)) or type(layer).__name__ == "Conv1D"
+            known = isinstance(layer, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)) or is_transposed_linear(layer)
             if known and piece.dim == 1 - output_dim(layer):
                 found.append(Reader(owner, name, layer, piece.index[~keep.cpu()].reshape(-1)))
     return found

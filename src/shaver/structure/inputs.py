@@ -20,23 +20,6 @@ from shaver.curvature.capture import undisturbed
 _SAMPLES, _LENGTH = 2, 3
 
 
-def check_network(model: object) -> nn.Module:
-    """A network whose tensors have values.
-
-    Raises:
-        TypeError: It is not a module.
-        ValueError: It has lazy layers, or tensors on the meta device.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the network must be a torch.nn.Module, not a {type(model).__name__}.")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"{name!r} is lazy and has no shape yet: run the network once on an input before.")
-        if tensor.is_meta:
-            raise ValueError(f"{name!r} is on the meta device and has no values: load the weights first.")
-    return model
-
-
 def check_example(example: object, forward: Forward | None = None) -> Any:
     """An example as the network is called with it; a mapping becomes a dict.
 

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from shaver.criteria.rules import is_transposed_linear
 from shaver.structure.groups import Group, Slice
 
 #: A dimension of a parameter or buffer: its qualified name and the dimension's number.
@@ -117,14 +118,6 @@ def layer_of(name: str, module: nn.Module, names: dict[int, str]) -> Layer | Non
         return Layer(name, module, "norm", axes((module.weight, 0)), output_dim=1)
     # Norms over the last dimension are left to the probes: a norm over the width of a head is shared by all heads.
     return None
-
-
-def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether this is a ``Conv1D`` as in GPT-2: a linear layer that keeps its weight as (inputs, outputs)."""
-    weight = getattr(module, "weight", None)
-    return (
-        type(module).__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(weight, Tensor) and weight.ndim == 2
-    )
 
 
 def _name_in(names: dict[int, str], tensor: Tensor) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaver.criteria.rules import is_transposed_linear
 from shaver.selection import Selection, take
 from shaver.structure.groups import tensors_of
 from shaver.structure.surgery import adjust
@@ -165,7 +166,7 @@ def resize(model: nn.Module, record: RemovalRecord) -> None:
 def output_dim(layer: nn.Module) -> int:
     """The dimension of a layer's weight along which its outputs lie."""
     transposed = isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
-    return 1 if transposed or type(layer).__name__ == "Conv1D" else 0
+    return 1 if transposed or is_transposed_linear(layer) else 0
 
 
 def _replace(tensor: Tensor, values: Tensor) -> None:

@@ -12,14 +12,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shaver.batches import Forward
+from shaver.batches import Forward, check_values
 from shaver.curvature.capture import undisturbed
 from shaver.measure.example import Example, call
 from shaver.pruning.masks import Hold
 from shaver.selection import take
 from shaver.structure.folded_bias import folded_biases, readers_of, recording
 from shaver.structure.groups import Groups, Kept, check_groups, mask_units, remaining, tensors_of
-from shaver.structure.inputs import VariedInputs, check_example, check_network, copied
+from shaver.structure.inputs import VariedInputs, check_example, copied
 from shaver.structure.record import RemovalRecord, output_dim, resize, under_all_names
 from shaver.structure.training_state import TrainingState
 
@@ -99,7 +99,7 @@ def remove_units(
         CompactionError: The small network does not compute the same; says which group and layer. Nothing is changed.
         ValueError: ``kept`` does not fit the groups or removes a whole group, or a state cannot be sliced.
     """
-    check_network(model)
+    check_values(model, "remove_units")
     example = check_example(example, forward)
     check_groups(groups, model)
     groups.check_kept(kept)

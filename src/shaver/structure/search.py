@@ -7,14 +7,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import Forward, outputs_in
+from shaver.batches import Forward, check_values, outputs_in
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import call
 from shaver.naming import check_name
 from shaver.structure.arrivals import Arrivals
 from shaver.structure.coupling import Coupling
 from shaver.structure.groups import Group, Groups, Kind, Role, Slice
-from shaver.structure.inputs import VariedInputs, check_example, check_network, copied, short
+from shaver.structure.inputs import VariedInputs, check_example, copied, short
 from shaver.structure.layers import Axis, Layer, packed_heads
 from shaver.structure.probe import Probe
 
@@ -66,7 +66,7 @@ def find_groups(
     if not isinstance(seconds, int | float) or not seconds >= 0:
         raise ValueError(f"seconds must be a number from 0, not {seconds!r}.")
     wanted = {check_name("kind of group", kind, get_args(Kind)) for kind in kinds} if kinds is not None else None
-    check_network(model)
+    check_values(model, "find_groups")
     example = check_example(example, forward)
     inner = forward or _forward
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaver.criteria.rules import is_transposed_linear
 from shaver.selection import Selection
 
 _WIDTH = ("attention_head_size", "head_dim", "key_value_proj_dim")
@@ -63,8 +64,8 @@ def _outputs(module: nn.Module, names: tuple[str, ...]) -> int | None:
     for name in names:
         child = getattr(module, name, None)
         weight = getattr(child, "weight", None)
-        if isinstance(weight, Tensor):
-            return weight.shape[1 if type(child).__name__ == "Conv1D" else 0]
+        if child is not None and isinstance(weight, Tensor):
+            return weight.shape[1 if is_transposed_linear(child) else 0]
     return None
 
 
