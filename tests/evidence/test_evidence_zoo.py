@@ -14,6 +14,7 @@ from tests.evidence.evidence_cases import KINDS, STRUCTURES
 SMALL = {
     "fcn": ({"inputs": 12, "hidden": [7, 5], "classes": 3}, (12,)),
     "lenet": ({"classes": 3}, (1, 28, 28)),
+    "lenet_caffe": ({"classes": 3, "widths": [2, 3, 4]}, (1, 28, 28)),
     "digits_cnn": ({"classes": 3}, (1, 8, 8)),
     "mixer": ({"image_size": 8, "patch_size": 2, "dim": 6, "token_dim": 5, "channel_dim": 7, "classes": 3}, (1, 8, 8)),
     "resnet18_fixup": ({"planes": 4, "classes": 3}, (3, 16, 16)),

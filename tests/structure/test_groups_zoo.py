@@ -14,6 +14,7 @@ from tests.structure.silencing import check_removal, check_units, randomised
 SMALL = {
     "fcn": ({"inputs": 12, "hidden": (9, 7), "classes": 3}, (2, 12)),
     "lenet": ({}, (2, 1, 28, 28)),
+    "lenet_caffe": ({"widths": (4, 6, 8)}, (2, 1, 28, 28)),
     "digits_cnn": ({}, (2, 1, 8, 8)),
     "mixer": ({"image_size": 8, "patch_size": 4, "dim": 12, "token_dim": 6, "channel_dim": 10}, (2, 1, 8, 8)),
     "resnet18_fixup": ({}, (2, 3, 8, 8)),
@@ -26,6 +27,7 @@ SMALL = {
 UNITS = {
     "fcn": {"layers.0": 9, "layers.2": 7},
     "lenet": {"conv1": 6, "conv2": 16, "conv3": 120, "fc1": 84},
+    "lenet_caffe": {"conv1": 4, "conv2": 6, "fc1": 8},
     "digits_cnn": {"conv1": 16, "conv2": 32, "conv3": 32, "fc1": 64},
     "mixer": {f"blocks.{n}.{part}_mlp.fc1": units for n in (0, 1) for part, units in (("token", 6), ("channel", 10))},
     "resnet18_fixup": {f"blocks.{n}.conv1": 64 * 2 ** (n // 2) for n in range(8)},

@@ -13,6 +13,7 @@ from shaver.zoo.fixup import FixupBlock
 SMALL = {
     "fcn": ({"inputs": 12, "hidden": [7, 5], "classes": 3}, (3, 4)),
     "lenet": ({"image_size": 32, "channels": 3, "classes": 3}, (3, 32, 32)),
+    "lenet_caffe": ({"classes": 3, "widths": [2, 3, 4]}, (1, 28, 28)),
     "digits_cnn": ({"classes": 3}, (1, 8, 8)),
     "mixer": ({"image_size": 8, "patch_size": 2, "dim": 6, "token_dim": 5, "channel_dim": 7, "classes": 3}, (1, 8, 8)),
     "resnet18_fixup": ({"planes": 4, "classes": 3}, (3, 16, 16)),
@@ -38,6 +39,8 @@ def test_every_network_has_a_small_case():
         ("fcn", {}, 203_530),
         ("lenet", {}, 60_170),
         ("lenet", {"image_size": 32, "channels": 3}, 62_006),
+        ("fcn", {"hidden": (300, 100)}, 266_610),  # LeNet-300-100
+        ("lenet_caffe", {}, 431_080),
         ("digits_cnn", {}, 22_954),
         ("resnet18_fixup", {"planes": 64}, 10_992_372),
         ("resnet18", {}, 11_173_962),
@@ -116,6 +119,7 @@ def test_unknown_names_and_options_list_the_valid_ones():
         ("fcn", {"hidden": (5, 0)}, r"hidden\[1\] must be a positive integer, not 0"),
         ("lenet", {"image_size": 30}, "28 or 32 pixels, not image_size=30"),
         ("lenet", {"classes": "10"}, "classes must be a positive integer, not '10'"),
+        ("lenet_caffe", {"widths": (20, 50)}, r"one hidden layer, not widths=\(20, 50\)"),
         ("vit", {"patch_size": 5}, "patch_size=5 does not divide image_size=28; use one of 1, 2, 4, 7, 14, 28"),
         ("vit", {"heads": 3}, "heads=3 does not divide dim=128"),
         ("wrn16", {"depth": 17}, r"6n \+ 4 layers .* not depth=17"),

@@ -1,4 +1,4 @@
-"""The paper's networks and two small ones. Each can be rebuilt from a plain dict of its arguments.
+"""The paper's networks, LeNet-5-Caffe and two small ones. Each can be rebuilt from a plain dict of its arguments.
 
 Example:
     >>> import shaver.zoo
@@ -9,6 +9,7 @@ from shaver.zoo.digits_cnn import DigitsCNN
 from shaver.zoo.fcn import FCN
 from shaver.zoo.fixup import Bias, Scale
 from shaver.zoo.lenet import LeNet
+from shaver.zoo.lenet_caffe import LeNetCaffe
 from shaver.zoo.mixer import Mixer
 from shaver.zoo.reader import Reader
 from shaver.zoo.registry import arguments_of, build, names, rebuild
@@ -24,6 +25,7 @@ __all__ = [
     "Bias",
     "DigitsCNN",
     "LeNet",
+    "LeNetCaffe",
     "Mixer",
     "Reader",
     "ResNet18",

@@ -14,6 +14,7 @@ class FCN(Network):
     Example:
         >>> cancer = FCN(inputs=30, hidden=(100, 100), classes=2)  # 13,402 parameters
         >>> mnist = FCN()  # 784-256-10, 203,530 parameters
+        >>> lenet_300_100 = FCN(hidden=(300, 100))  # 266,610 parameters
 
     Args:
         inputs: Numbers per sample.

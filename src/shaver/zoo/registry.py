@@ -12,6 +12,7 @@ from shaver.naming import check_name
 from shaver.zoo.digits_cnn import DigitsCNN
 from shaver.zoo.fcn import FCN
 from shaver.zoo.lenet import LeNet
+from shaver.zoo.lenet_caffe import LeNetCaffe
 from shaver.zoo.mixer import Mixer
 from shaver.zoo.network import Network
 from shaver.zoo.reader import rebuilt_reader
@@ -24,6 +25,7 @@ from shaver.zoo.wrn16_fixup import WRN16Fixup
 _NETWORKS: dict[str, type[Network]] = {
     "fcn": FCN,
     "lenet": LeNet,
+    "lenet_caffe": LeNetCaffe,
     "digits_cnn": DigitsCNN,
     "mixer": Mixer,
     "resnet18_fixup": ResNet18Fixup,
