@@ -75,6 +75,24 @@ def test_limits_per_layer_hold_online():
     assert report.achieved == pytest.approx(0.9, abs=0.002)
 
 
+def test_biases_are_ranked_with_the_weights_and_stay_removed():
+    model, optimizer, x, y = build()
+    schedule = Online(0.8, criterion="magnitude", start=0.0, biases=True)
+    pruner = OnlinePruner(model, optimizer, schedule)
+    with torch.no_grad():
+        model[0].bias[:15], model[2].bias[:] = 1e-6, 5.0
+    pruner.after_epoch(1.0)
+    masks = pruner.masks
+    assert (masks.total, masks.kept) == (325, 65)  # 80 % of weights and biases together
+    assert not bool(masks["0.bias"][:15].any())
+    assert bool(masks["2.bias"].all())
+    epoch(model, optimizer, x, y)
+    assert not bool(model[0].bias[:15].any())
+    without = OnlinePruner(model, optimizer, Online(0.8, criterion="magnitude", start=0.0))
+    without.after_epoch(1.0)
+    assert set(without.masks) == {"0.weight", "2.weight"}
+
+
 def test_a_target_out_of_reach_is_said_at_the_first_update():
     model, optimizer, _, _ = build()
     pruner = OnlinePruner(model, optimizer, Online(0.99, start=0.0, minimum=10))

@@ -50,6 +50,24 @@ def prunable(
     return dict(found)
 
 
+def with_biases(model: nn.Module) -> Rule:
+    """The rule that accepts the weights of the default rule, and the biases of the layers that own them.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        >>> list(prunable(net, with_biases(net)))
+        ['0.weight', '0.bias']
+    """
+    weights = prunable(model)
+    layers = {name.rpartition(".")[0] for name in weights}
+
+    def rule(name: str, parameter: nn.Parameter) -> bool:
+        owner, _, own = name.rpartition(".")
+        return name in weights or ("bias" in own and owner in layers)
+
+    return rule
+
+
 def input_dim(model: nn.Module, name: str) -> int:
     """The dimension of a weight that runs over the layer's inputs: 0 for transposed layers, 1 for all others."""
     owner = model.get_submodule(name.rpartition(".")[0])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shaver.criteria import PosteriorLike, needs, score
+from shaver.criteria.rules import Rule, with_biases
 from shaver.naming import check_count, check_name, check_number
 from shaver.pruning.masks import Hold, Masks
 from shaver.pruning.pruned import Pruned, check_fit, report
@@ -115,12 +116,15 @@ class Online(Schedule):
         scope: ``"global"`` or ``"layer"``.
         cap: The largest share that any parameter may lose.
         minimum: Each parameter keeps at least this many weights.
+        biases: Rank the biases together with the weights. Then ``sparsity`` is a share of both. At 99 % and more most
+            of the biases can be removed too; otherwise they would be a third of what is left.
     """
 
     _: KW_ONLY
     scope: str = "global"
     cap: float = 1.0
     minimum: int = 0
+    biases: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,18 +132,19 @@ class Online(Schedule):
 
     def selector(self, model: nn.Module) -> "WeightSelector":
         """A selector of single weights."""
-        return WeightSelector(model, {"scope": self.scope, "cap": self.cap, "minimum": self.minimum})
+        limits = {"scope": self.scope, "cap": self.cap, "minimum": self.minimum}
+        return WeightSelector(model, limits, with_biases(model) if self.biases else None)
 
 
 class WeightSelector:
     """Chooses the single weights with the highest scores."""
 
-    def __init__(self, model: nn.Module, limits: Mapping[str, Any]) -> None:
-        self._model, self._limits = model, limits
+    def __init__(self, model: nn.Module, limits: Mapping[str, Any], rule: Rule | None = None) -> None:
+        self._model, self._limits, self._rule = model, limits, rule
 
     def scores(self, criterion: str, posterior: PosteriorLike | None) -> Mapping[str, Tensor]:
         """A score per weight."""
-        return score(self._model, criterion, posterior=posterior)
+        return score(self._model, criterion, posterior=posterior, rule=self._rule)
 
     def select(
         self, scores: Mapping[str, Tensor], sparsity: float, final: float, kept: Mapping[str, Tensor] | None
