@@ -36,6 +36,13 @@ CAUSAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def mixtral() -> nn.Module:
+    """A mixture of experts: each token is processed by two of three."""
+    return T.MixtralForSequenceClassification(
+        T.MixtralConfig(**_LLAMA, num_local_experts=3, num_experts_per_tok=2, sliding_window=None)
+    )
+
+
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Random weights large enough to matter, no dropout, training mode."""
     with torch.random.fork_rng():

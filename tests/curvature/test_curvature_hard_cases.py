@@ -1,6 +1,8 @@
 """Networks that once gave a wrong H without a word, or crashed: each is right now, or refused in words."""
 
+import copy
 import gc
+from shutil import which
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from shaver import SpaM
 from shaver.curvature import OnlineCurvature, estimate
 from tests.curvature.networks import Routed
 from tests.curvature.reference import Problem, assert_all_same
@@ -132,6 +135,29 @@ def test_a_donated_buffer_is_no_obstacle():
         online = [measured(compiled, batches[0], source) for source in ("ef", "mc")]
     assert_all_same(found, expected)
     assert all(torch.isfinite(h).all() for diagonal in online for h in diagonal.values())
+
+
+@pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="the default backend needs a C++ compiler")
+def test_the_default_backend():
+    """Estimates, measurements and SpaM see the same network, whether it was compiled, ran before, or was reset."""
+    model, (batch,) = convolutional().double(), data(5, shape=(1, 4, 4))
+    expected = estimate(model, [batch], source="ef").diagonal()
+    compiled, weights = torch.compile(model), copy.deepcopy(model.state_dict())
+    F.cross_entropy(compiled(batch[0]), batch[1]).backward()  # runs before, in C++
+    for _ in range(2):
+        spam = SpaM(compiled, data_size=5, total_steps=10)
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(compiled(batch[0]), batch[1]).backward()
+            spam.step(optimizer)
+        seen = spam.curvature.diagonal()
+        spam.close()
+        model.load_state_dict(weights)
+        assert all(float(h.abs().sum()) > 0 for h in seen.values())
+        for found in (estimate(compiled, [batch], source="ef").diagonal(), measured(compiled, batch)):
+            assert_all_same({n.removeprefix("_orig_mod."): h for n, h in found.items()}, expected)
+        torch._dynamo.reset()
 
 
 class Silent(nn.Module):

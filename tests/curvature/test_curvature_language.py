@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shaver.batches import forward_of, next_tokens
 from shaver.curvature import OnlineCurvature, estimate
 from shaver.likelihoods import Classification
-from tests.curvature.languages import CAUSAL, CLASSIFIERS, build, one_by_one, tokens
+from tests.curvature.languages import CAUSAL, CLASSIFIERS, build, mixtral, one_by_one, tokens
 from tests.curvature.reference import assert_all_same
 
 FAMILIES = [(name, False) for name in CLASSIFIERS] + [(name, True) for name in CAUSAL]
@@ -156,3 +156,23 @@ def test_a_large_vocabulary_is_read_and_drawn_piece_by_piece(monkeypatch: pytest
     else:  # other labels are drawn, from the same probabilities
         for h, expected in zip(pieces.diagonal().values(), whole.diagonal().values(), strict=True):
             assert 0.2 < float(h.sum() / expected.sum()) < 5
+
+
+def test_a_mixture_of_experts_in_double_precision():
+    """Mixtral normalises and routes in single precision, whatever the weights'."""
+    model, batch = build(mixtral), tokens(4, causal=False)
+    model.set_experts_implementation("eager")
+    expected, _ = empirical(model.eval(), batch, False)
+    assert_all_same(estimate(model, [batch], source="ef").diagonal(), expected, 3e-5)
+    online = OnlineCurvature(model.train(), 4, source="ef", every=1, decay=0.0)
+    for part in ({key: value[:3] for key, value in batch.items()}, batch):
+        model.zero_grad()
+        model(**part).loss.backward()
+        online.step()
+    assert_all_same(online.curvature().diagonal(), expected, 3e-5)
+
+
+def test_a_network_that_cannot_run_in_its_precision_is_described():
+    """The experts of Mixtral run in float32 or less by default: the library's own answer to a float64 network."""
+    with pytest.raises(ValueError, match=r"cannot process a batch with tensors \(3, 5\) int64.*Double"):
+        estimate(build(mixtral), [tokens(4, causal=False)])
