@@ -47,6 +47,27 @@ def test_an_example_without_variety_does_not_hide_what_heads_do(example: Tensor)
         compact(model, example, criterion="magnitude", sparsity=0.5)
 
 
+class OneOrMany(FixedHeads):
+    """Takes one vector per sample as well as a sequence of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unsqueeze(1) if x.ndim == 2 else x)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_an_example_of_one_vector_does_not_hide_what_sequences_show(samples: int) -> None:
+    model = shaken(OneOrMany(tokens=False))
+    with pytest.raises(CompactionError, match="register_surgery"):
+        compact(model, numbers(samples, 24), criterion="magnitude", sparsity=0.5)
+
+
+def test_a_length_that_equals_the_channels_is_no_sequence() -> None:
+    """Batch norm reads (samples, channels, positions) too: three positions of three channels run by chance."""
+    model = shaken(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 3)))
+    small = compact(model, numbers(4, 3), criterion="magnitude", sparsity=0.3)
+    assert small[0].out_features == 2
+
+
 def test_a_network_that_follows_its_widths_is_compacted_from_one_equal_token() -> None:
     model = shaken(GroupedQueries())
     small = compact(model, torch.zeros(1, 1, 10, dtype=torch.float64), criterion="magnitude", sparsity=0.5)

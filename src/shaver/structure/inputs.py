@@ -89,6 +89,24 @@ class VariedInputs:
         found = [self.draw(seed) for seed in range(count)]
         return [batch for batch in found if batch is not None]
 
+    def sequences(self) -> list[Any]:
+        """One input with several positions per sample, if the network also takes such inputs.
+
+        Attention on one vector per sample has one position, and its weights depend on nothing. Two lengths must run:
+        one alone may be taken for the number of channels.
+        """
+        most = max((value.ndim for value in _tensors(self._base)), default=0)
+        if not 0 < most < 3:
+            return []
+        base, found = self._base, None
+        for length in (_LENGTH + 2, _LENGTH):
+            self._base = tree_map(lambda value, length=length: _with_positions(value, most, length), base)
+            found = self.draw(0)
+            self._base = base
+            if found is None:
+                return []
+        return [found]
+
     def _other(self, path: Any, value: Any, way: Callable[..., Tensor], generator: torch.Generator) -> Any:
         name = "".join(map(str, path))
         if not isinstance(value, Tensor) or not value.numel() or "mask" in name:
@@ -161,6 +179,12 @@ def _lengthened(value: Any, dim: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != 1:
         return value
     return value.repeat_interleave(_LENGTH, dim)
+
+
+def _with_positions(value: Any, ndim: int, length: int) -> Any:
+    if not isinstance(value, Tensor) or value.ndim != ndim:
+        return value
+    return value.unsqueeze(1).repeat_interleave(length, 1)
 
 
 def _within(value: Tensor, generator: torch.Generator) -> Tensor:

@@ -151,7 +151,7 @@ class _Trial:
     def passed(self) -> Removal:
         """The small network, or an error that says where it differs."""
         self.run_whole()
-        self.inputs += self.varied.draws(DRAWS)
+        self.inputs += [*self.varied.draws(DRAWS), *self.varied.sequences()]
         try:
             small = self.attempt(self.kept, self.dtype)
             limit = self.limit(self.dtype)
