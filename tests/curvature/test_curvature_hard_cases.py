@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from shaver import SpaM
 from shaver.curvature import OnlineCurvature, estimate
+from shaver.curvature.blocks import KroneckerBlock
 from tests.curvature.networks import Routed
 from tests.curvature.reference import Problem, assert_all_same
 
@@ -46,7 +47,7 @@ def test_rows_that_the_data_choose(seed: int):
         assert_all_same(measured(model, batch), Problem(model, [batch]).diagonal("ef"))
 
 
-def test_an_expert_that_sees_as_many_rows_as_there_are_samples_but_others():
+def unevenly_routed() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """The probe's three samples send one row each; the next batch sends two rows of one sample and none of another."""
     torch.manual_seed(0)
     model = Routed(2, experts=2).double()
@@ -55,6 +56,11 @@ def test_an_expert_that_sees_as_many_rows_as_there_are_samples_but_others():
     plain = torch.tensor([[[1.0, 0.3], [-1.0, 0.2]]] * 3, dtype=torch.float64) + 0.1 * torch.rand(3, 2, 2)
     uneven = torch.tensor([[[1.0, 0.5], [1.0, -0.7]], [[-1.0, 0.1], [-1.0, 0.9]]], dtype=torch.float64)
     batches = [(plain, torch.arange(3) % 3), (uneven, torch.tensor([0, 2]))]
+    return model, batches
+
+
+def test_an_expert_that_sees_as_many_rows_as_there_are_samples_but_others():
+    model, batches = unevenly_routed()
     for source in ("ggn", "ef"):
         assert_all_same(estimate(model, batches, source=source).diagonal(), Problem(model, batches).diagonal(source))
     online = OnlineCurvature(model.train(), 2, every=1, decay=0.0)
@@ -63,6 +69,19 @@ def test_an_expert_that_sees_as_many_rows_as_there_are_samples_but_others():
         with online.measure():
             F.cross_entropy(model(x), y).backward()
     assert_all_same(online.curvature().diagonal(), Problem(model, batches[1:]).diagonal("ef"))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_rows_that_change_their_rule_between_batches_lose_nothing_of_kronecker_factors(order: list[int]):
+    """A batch in which an expert needs the generic rule adds its diagonal to that of the other batches' factors."""
+    model, batches = unevenly_routed()
+    found = estimate(model, [batches[0], *(batches[n] for n in order)], structure="kron", source="ef")
+    factors = estimate(model, [batches[0]], structure="kron", source="ef")
+    rest = Problem(model, batches[1:]).diagonal("ef")
+    name = "experts.0.weight"
+    assert isinstance(factors.blocks[name], KroneckerBlock)
+    assert_all_same({name: found.diagonal()[name]}, {name: 2 * factors.diagonal()[name] + rest[name]})
+    assert found.rules[name].startswith("diagonal (generic rule in some batches): ")
 
 
 # A rule that holds for the first samples only --------------------------------------------------------------------
@@ -137,7 +156,9 @@ def test_a_donated_buffer_is_no_obstacle():
     assert all(torch.isfinite(h).all() for diagonal in online for h in diagonal.values())
 
 
-@pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="the default backend needs a C++ compiler")
+@pytest.mark.skipif(
+    which("g++") is None and which("clang++") is None, reason="the default backend needs a C++ compiler"
+)
 def test_the_default_backend():
     """Estimates, measurements and SpaM see the same network, whether it was compiled, ran before, or was reset."""
     model, (batch,) = convolutional().double(), data(5, shape=(1, 4, 4))

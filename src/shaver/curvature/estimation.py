@@ -299,21 +299,24 @@ class _Estimation:
         blocks: dict[str, Block] = {}
         rules: dict[str, str] = {}
         for name, parameter in self.wanted.items():
-            rules[name] = labels[name]
-            if name in self.factors:
-                f = self.factors[name]
-                blocks[name] = KroneckerBlock(f.A / f.count, f.G, parameter.shape, f.transposed)
-                rules[name] = f"kronecker: {labels[name]}"
-            else:
-                values = self.diagonals.get(name)
-                blocks[name] = DiagonalBlock(
-                    torch.zeros_like(at_least_float32(parameter.detach())) if values is None else values
-                )
-                if self.structure == "kron":
-                    rules[name] = f"diagonal: {labels[name]}"
+            blocks[name], kind = self._block(name, parameter)
+            rules[name] = f"{kind}: {labels[name]}" if self.structure == "kron" else labels[name]
             if share != 1.0:
                 blocks[name].scale(1 / share)
         return Curvature(blocks, self.log_likelihood / share, self.seen, self.structure, self.source, rules)
+
+    def _block(self, name: str, parameter: Tensor) -> tuple[Block, str]:
+        """H of one parameter, and its structure in words. Batches that need the generic rule have no factors."""
+        values = self.diagonals.get(name)
+        if name not in self.factors:
+            if values is None:
+                values = torch.zeros_like(at_least_float32(parameter.detach()))
+            return DiagonalBlock(values), "diagonal"
+        f = self.factors[name]
+        block = KroneckerBlock(f.A / f.count, f.G, parameter.shape, f.transposed)
+        if values is None:
+            return block, "kronecker"
+        return DiagonalBlock(values + block.diagonal()), "diagonal (generic rule in some batches)"
 
 
 @dataclass
