@@ -22,7 +22,7 @@ from shaver.lab.run.engines import LocalEngine
 from shaver.lab.run.folder import CELLS, CONFIG, link, read_study
 from shaver.lab.run.runner import run_study
 from shaver.lab.run.store import MODEL, POSTERIOR
-from shaver.measure import cost, quality
+from shaver.measure import summary
 from shaver.pruning import prune
 from shaver.structure import compact_with_report
 
@@ -91,9 +91,7 @@ def _show_compact(out: Path, units: Path, seed: int, console: Console) -> None:
     example = test[0][0][:2]
     with console.status("Removing units, and drawing what is left …"):
         report = compact_with_report(model, example, posterior=posterior, sparsity=UNITS)
-        before, after = (
-            quality(network, test).as_dict() | cost(network, example).as_dict() for network in (model, report.model)
-        )
+        before, after = (summary(network, test, example) for network in (model, report.model))
         masked = copy.deepcopy(model)
         prune(masked, score(masked, "opd", posterior=posterior), WEIGHTS)
         states: dict[str, nn.Module] = {

@@ -11,58 +11,65 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from shaver.commands.subject import Subject
+from shaver.commands.subject import Subject, shape_of
 from shaver.files import save
 from shaver.files.folder import PLAN
 from shaver.io import write_json
 from shaver.lab.run.folder import Row
-from shaver.measure import cost, quality
+from shaver.measure import summary
 from shaver.pruning import Masks
 
 #: What a command leaves beside a network: how it was made, and the network in another format.
 PRUNING, COMPACTION, ONNX = "pruning.json", "compact.json", "network.onnx"
 
 
-def check_free(out: Path) -> None:
-    """Refuse a folder in which something else would be mixed up with the network."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / PLAN).exists())):
-        raise ValueError(
-            f"--out {out} exists and holds something else; choose a new folder, or one that --out wrote before."
-        )
-
-
 def measure_network(model: nn.Module, subject: Subject) -> Row:
-    """Quality where there are data, size always, work and time where there is an input."""
-    row = quality_of(model, subject)
-    parameters = list(model.parameters())
-    row |= {
-        "parameters": sum(p.numel() for p in parameters),
-        "nonzeros": sum(int(p.detach().count_nonzero()) for p in parameters),
-        "bytes_dense": sum(p.numel() * p.element_size() for p in [*parameters, *model.buffers()]),
-    }
+    """Quality if there are data, size in memory and on disk, and FLOPs and time if there is an input."""
+    row: Row = summary(model, subject.test, subject.example, likelihood=subject.likelihood)
     with tempfile.TemporaryDirectory() as folder:  # what the files really take, headers and all
         row["bytes_stored"] = size_of(save(model, folder))
-    if subject.example is not None:
-        measured = cost(model, subject.example).as_dict()
-        row |= {key: measured[key] for key in ("flops", "flops_sparse", "latency_1", "latency_128")}
-    return row
-
-
-def quality_of(model: nn.Module, subject: Subject) -> Row:
-    """Accuracy and the like on the test data; nothing where there are none."""
-    if subject.data is None:
-        return {}
-    row: Row = quality(model, subject.data.test.batches, likelihood=subject.likelihood).as_dict()
-    del row["count"]
     return row
 
 
 def size_of(folder: Path) -> int:
     """Bytes of a folder's files."""
     return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def show_and_write(
+    subject: Subject,
+    console: Console,
+    model: nn.Module,
+    rows: Mapping[str, Row],
+    report: Mapping[str, Any],
+    name: str,
+    masks: Masks | None = None,
+) -> None:
+    """Print the table of measures, and write the network with a report of how it was made if a folder is given.
+
+    Args:
+        subject: The network as it was, and its data.
+        console: Where the table goes.
+        model: The network as it is.
+        rows: Measures ``"before"`` and ``"after"``, and perhaps ``"unrepaired"``.
+        report: What else the report says.
+        name: The file of the report: :data:`PRUNING` or :data:`COMPACTION`.
+        masks: Of a pruned network.
+    """
+    before, after = rows["before"], rows["after"]
+    title = None if subject.data is None else subject.data.title
+    smaller = name == COMPACTION
+    console.print(before_and_after(before, after, title, smaller=smaller, unrepaired=rows.get("unrepaired")))
+    out = subject.options.out
+    if out is not None:
+        common = {"checkpoint": str(subject.options.checkpoint), "data": title, **report, **rows}
+        common["input_shape"] = shape_of(subject.example)
+        size = write_network(out, model, common, name, masks)
+        console.print(f"{size:,} bytes written to {out}; shaver.load reads them.", highlight=False, markup=False)
 
 
 def write_network(out: Path, model: nn.Module, report: Mapping[str, Any], name: str, masks: Masks | None = None) -> int:
@@ -72,7 +79,7 @@ def write_network(out: Path, model: nn.Module, report: Mapping[str, Any], name: 
     network in one step, and what was derived from it (its report, an exported file) is removed first.
 
     Args:
-        out: The folder; :func:`check_free` has accepted it.
+        out: The folder; :func:`~shaver.commands.subject.check_free` has accepted it.
         model: The network.
         report: Plain values.
         name: The file of the report: :data:`PRUNING` or :data:`COMPACTION`.
@@ -97,7 +104,7 @@ def _complete_folder(out: Path) -> Iterator[Path]:
     try:
         yield folder
         if out.exists():
-            out.rmdir()  # check_free saw that it is empty
+            out.rmdir()  # it was seen to be empty
         folder.rename(out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

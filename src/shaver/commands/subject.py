@@ -5,23 +5,27 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import shaver.data
 from shaver import criteria
 from shaver.batches import batch_size_of
-from shaver.commands.options import NetworkOptions, PruneOptions
+from shaver.commands.options import CompactOptions, NetworkOptions, PruneOptions
 from shaver.curvature import estimate
 from shaver.evidence import Posterior, fit_prior
 from shaver.files import TrainedNetwork, load_trained
+from shaver.files.folder import PLAN
 from shaver.files.trained import read_network
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import Example, call
 from shaver.naming import import_function
+from shaver.pruning.ranking import check_sparsity
 from shaver.training.sources import Source, open_source
 
 _BATCH = 256
@@ -74,15 +78,23 @@ class Subject:
         """The network."""
         return self.trained.model
 
+    @property
+    def test(self) -> Iterable[Any] | None:
+        """Test batches, if data were given."""
+        return None if self.data is None else self.data.test.batches
 
-def prepare(options: NetworkOptions, criterion: str, *, valid_fraction: float = 0.0) -> Subject:
+
+def prepare(options: PruneOptions | CompactOptions, *, valid_fraction: float = 0.0) -> Subject:
     """Check the options that need nothing else, then read the network and the data, and see that they fit.
 
     Args:
-        options: What the user asked for.
-        criterion: A registered one.
+        options: What the user asked for; :func:`criterion_of` has accepted the criterion.
         valid_fraction: The share of training data of shaver's own sets that is for validation.
     """
+    if isinstance(options.sparsity, float | int):
+        check_sparsity(options.sparsity)
+    if options.out is not None:
+        check_free(options.out)
     if options.samples is not None and options.samples < 1:
         raise ValueError(f"--samples must be 1 or more, not {options.samples}.")
     if options.prior_precision is not None and not 0 < options.prior_precision < math.inf:
@@ -93,7 +105,15 @@ def prepare(options: NetworkOptions, criterion: str, *, valid_fraction: float = 
     example = _example(options, data)
     if example is not None:
         _check_fits(trained.model, example, "--input-shape" if data is None else f"--data {options.data}")
-    return Subject(options, criterion, trained, likelihood, data, example)
+    return Subject(options, criterion_of(options), trained, likelihood, data, example)
+
+
+def check_free(out: Path) -> None:
+    """Refuse a folder in which something else would be mixed up with the network."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / PLAN).exists())):
+        raise ValueError(
+            f"--out {out} exists and holds something else; choose a new folder, or one that --out wrote before."
+        )
 
 
 def check_held_out(options: PruneOptions) -> None:
@@ -119,11 +139,12 @@ def check_held_out(options: PruneOptions) -> None:
         )
 
 
-def import_user_code(options: NetworkOptions) -> None:
-    """Import the modules that the options name: they may register criteria."""
+def criterion_of(options: PruneOptions | CompactOptions) -> str:
+    """The criterion's name, after the modules that the options name are imported: they may register one."""
     for option, spec in (("--factory", options.factory), ("--data", options.data)):
         if spec is not None and ":" in spec:
             import_function(spec, option)
+    return criteria.get(options.criterion or "opd").name
 
 
 def how_to_give_data() -> str:
@@ -190,13 +211,32 @@ def _check_fits(model: nn.Module, example: Example, option: str) -> None:
         raise ValueError(f"{option} does not fit {type(model).__name__}: {error}") from error
 
 
-def posterior_of(subject: Subject, wanted: str) -> tuple[Posterior, bool]:
-    """SpaM's own, or one from the curvature at the trained weights; and whether its δ was learned.
+def posterior_of(subject: Subject, console: Console, wanted: str | None = None) -> Posterior | None:
+    """The posterior that the criterion, or another option, needs: SpaM's own, or one estimated at the trained weights.
 
     Args:
         subject: The network and its data.
-        wanted: The option that needs it, for errors.
+        console: Where its origin is printed.
+        wanted: An option that needs it whatever the criterion.
+
+    Raises:
+        ValueError: There is none, and nothing to estimate it from; or ``wanted`` needs a learned δ.
     """
+    if wanted is None and "posterior" not in criteria.needs(subject.criterion):
+        return None
+    with console.status("Reading or estimating the posterior …"):
+        posterior, is_learned = _posterior(subject, wanted or f"--criterion {subject.criterion}")
+    console.print(_origin(posterior, is_learned), highlight=False)
+    if wanted is not None and not is_learned:
+        raise ValueError(
+            "δ was not learned with these weights, so the evidence says little about how many can be removed: "
+            f"--max-drop 0.01 decides by validation data instead of {wanted}."
+        )
+    return posterior
+
+
+def _posterior(subject: Subject, wanted: str) -> tuple[Posterior, bool]:
+    """The posterior, and whether its δ was learned."""
     options, trained, data = subject.options, subject.trained, subject.data
     if trained.posterior is not None and options.prior_precision is None:
         return trained.posterior, True
@@ -233,7 +273,7 @@ def calibration_of(subject: Subject) -> list[Any] | None:
     return batches
 
 
-def origin_of(posterior: Posterior, is_learned: bool) -> str:
+def _origin(posterior: Posterior, is_learned: bool) -> str:
     """Where a posterior comes from, in words."""
     if is_learned:
         return "Posterior: the one saved with the network."

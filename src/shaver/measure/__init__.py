@@ -6,10 +6,10 @@ Example:
     >>> cost(model, x).flops_sparse
 """
 
-from shaver.measure.cost import Cost, cost
+from shaver.measure.cost import Cost, cost, summary
 from shaver.measure.flops import Flops, flops
 from shaver.measure.latency import Latency, latency
 from shaver.measure.memory import peak_memory
 from shaver.measure.quality import Quality, quality
 
-__all__ = ["Cost", "Flops", "Latency", "Quality", "cost", "flops", "latency", "peak_memory", "quality"]
+__all__ = ["Cost", "Flops", "Latency", "Quality", "cost", "flops", "latency", "peak_memory", "quality", "summary"]

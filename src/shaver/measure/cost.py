@@ -1,14 +1,17 @@
-"""Cost of a network: parameters, bytes, FLOPs, time and memory."""
+"""Cost of a network: parameters, bytes, FLOPs, time and memory; and its quality and cost together."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
+from shaver.likelihoods import Likelihood
 from shaver.measure.example import Example
 from shaver.measure.flops import flops
 from shaver.measure.latency import Latency, latency
 from shaver.measure.memory import peak_memory
+from shaver.measure.quality import quality
 
 #: The batch sizes at which latency is measured.
 BATCH_SIZES = (1, 128)
@@ -62,19 +65,59 @@ def cost(model: nn.Module, example: Example, *, latency: bool = True, repeats: i
         seconds: Maximum number of seconds per batch size.
     """
     counted = flops(model, example)
-    parameters = list(model.parameters())
-    buffers = _saved_buffers(model)
-    dense = sum(map(_bytes, [*parameters, *buffers]))
     return Cost(
-        parameters=sum(p.numel() for p in parameters),
-        nonzeros=sum(_nonzeros(p) for p in parameters),
-        bytes_dense=dense,
-        bytes_sparse=sum(map(_sparse_bytes, parameters)) + sum(map(_bytes, buffers)),
+        **_size(model),
         flops=counted.dense,
         flops_sparse=counted.sparse,
         peak_memory=peak_memory(model, example),
         latency=_latencies(model, example, repeats, seconds) if latency else {},
     )
+
+
+def summary(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    example: Example | None = None,
+    *,
+    likelihood: str | Likelihood = "classification",
+    latencies: Iterable[int] = BATCH_SIZES,
+    seconds: float = 3.0,
+) -> dict[str, Any]:
+    """Quality and cost of a network as one flat row: quality if there are data, FLOPs and time if there is an input.
+
+    Example:
+        >>> summary(model, test_loader, x)
+        {'nll': ..., 'accuracy': ..., 'parameters': ..., 'flops': ..., 'latency_1': ..., 'latency_128': ...}
+
+    Args:
+        model: The network. Weights, modes and random state do not change.
+        batches: What the quality is measured on, as for :func:`shaver.measure.quality`.
+        example: Inputs, as for :func:`cost`.
+        likelihood: What the outputs mean.
+        latencies: Batch sizes of the timed calls.
+        seconds: Maximum number of seconds per batch size.
+    """
+    row: dict[str, Any] = {}
+    if batches is not None:
+        row |= quality(model, batches, likelihood=likelihood).as_dict()
+        del row["count"]
+    row |= _size(model)
+    if example is not None:
+        counted = flops(model, example)
+        row |= {"flops": counted.dense, "flops_sparse": counted.sparse}
+        for size in latencies:
+            row[f"latency_{size}"] = latency(model, example, batch_size=size, seconds=seconds).median
+    return row
+
+
+def _size(model: nn.Module) -> dict[str, int]:
+    parameters, buffers = list(model.parameters()), _saved_buffers(model)
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "nonzeros": sum(_nonzeros(p) for p in parameters),
+        "bytes_dense": sum(map(_bytes, [*parameters, *buffers])),
+        "bytes_sparse": sum(map(_sparse_bytes, parameters)) + sum(map(_bytes, buffers)),
+    }
 
 
 def _latencies(model: nn.Module, example: Example, repeats: int, seconds: float) -> dict[int, Latency]:

@@ -17,7 +17,7 @@ from shaver.lab.recipes.grid import Cell
 from shaver.lab.recipes.language import Reviews, after_the_fact
 from shaver.lab.run.folder import DENSE, Row
 from shaver.lab.run.store import CachedNetwork, Report, scored_batches
-from shaver.measure import cost, latency, quality
+from shaver.measure import summary
 from shaver.pruning import Masks, prune
 from shaver.structure import ChoiceOptions, Chooser, find_groups, remove_units, score_units
 from shaver.training import Options, fit
@@ -138,21 +138,17 @@ def is_better_than_guessing(accuracy: float, targets: Tensor) -> bool:
 
 
 def measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
-    """Quality on the test data and cost.
+    """Quality on the test data and cost, as columns of the results.
 
     ``bytes`` counts the smallest way to store the network; ``flops`` counts the operations that it executes, those
     with removed weights included; ``flops_sparse`` counts the operations with non-zero weights.
     """
-    texts = isinstance(data, Reviews)
-    found = quality(network, data.test.batches(64 if texts else 1000)).as_dict()
-    example = data.test[:1][0]
-    costs = cost(network, example, latency=False)
-    row: Row = {name: found[name] for name in ("accuracy", "nll", "ece", "brier")}
-    row |= {"nonzeros": costs.nonzeros, "parameters": costs.parameters, "bytes": costs.bytes_sparse}
-    row |= {"flops": costs.flops, "bytes_dense": costs.bytes_dense, "flops_sparse": costs.flops_sparse}
-    if timed:
-        size = 1 if texts else LATENCY_BATCH
-        row["latency_ms"] = 1000 * latency(network, example, batch_size=size, seconds=2.0).median
+    batch, timed_batch = (64, 1) if isinstance(data, Reviews) else (1000, LATENCY_BATCH)
+    latencies = (timed_batch,) if timed else ()
+    row: Row = summary(network, data.test.batches(batch), data.test[:1][0], latencies=latencies, seconds=2.0)
+    row["bytes"] = row.pop("bytes_sparse")
+    for size in latencies:
+        row["latency_ms"] = 1000 * row.pop(f"latency_{size}")
     return row
 
 
