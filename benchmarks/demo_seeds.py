@@ -38,9 +38,11 @@ def measure(settings: dict[str, Any], tasks: list[str] | None, file: Path) -> No
     from shaver.lab.recipes.catalogue import get_recipe
     from shaver.lab.recipes.grid import cells_of
     from shaver.lab.run.evaluation import evaluate, is_better_than_guessing
-    from shaver.lab.run.store import load_data, obtain
+    from shaver.lab.run.networks import load_data, obtain
 
-    recipe = get_recipe("demo").override(tasks=tasks, criteria=["opd"], sparsities=SPARSITIES, **settings)
+    recipe = get_recipe("demo").override(
+        tasks=tasks or ["demo-digits", "demo-cancer"], criteria=["opd"], sparsities=SPARSITIES, **settings
+    )
     rows = []
     with tempfile.TemporaryDirectory() as store:
         for cell in cells_of(recipe):
@@ -84,7 +86,7 @@ def main() -> None:
             died += int(found["dead"].sum())
             columns = [name for name in found if name.endswith("%")]
             table = found.groupby(["task", "method"])[columns].agg(["min", "mean", "std"]).round(2)
-            table["dead"] = found.groupby(["task", "method"])["dead"].sum()
+            table["dead", ""] = found.groupby(["task", "method"])["dead"].sum()
             print(f"{arithmetic}, {options.seeds} seeds {options.set}\n{table.to_string()}\n", flush=True)
     sys.exit(died > 0)
 

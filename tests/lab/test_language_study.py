@@ -31,7 +31,7 @@ from shaver.lab.recipes.language import (
 )
 from shaver.lab.recipes.recipe import SCALES
 from shaver.lab.run.cell import run_cell
-from shaver.lab.run.folder import DENSE
+from shaver.lab.run.results import DENSE
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "the", "was"]
 NAMES = ("distilbert-imdb", "gpt2-imdb", "minilm-imdb", "small-gpt-imdb", "small-gpt-words")

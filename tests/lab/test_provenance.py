@@ -79,8 +79,8 @@ def test_reports_and_commands_do_not_count(copied, file):
 
 def test_what_is_said_about_the_code_does_not_count(copied):
     assert copied("spam.py", "\n# a comment\n") == copied()
-    assert copied("lab/run/folder.py", '\ndef f() -> None:\n    """Says."""\n') == copied(
-        "lab/run/folder.py", '\ndef f() -> None:\n    """Says more."""\n'
+    assert copied("lab/run/results.py", '\ndef f() -> None:\n    """Says."""\n') == copied(
+        "lab/run/results.py", '\ndef f() -> None:\n    """Says more."""\n'
     )
 
 

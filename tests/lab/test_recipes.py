@@ -187,3 +187,13 @@ def test_the_list_shows_every_recipe_and_how_far_it_is(tmp_path, capsys, monkeyp
     assert "2/5 done, 1 running, 1 failed" in capsys.readouterr().out
     assert "Figure 2" in cancer
     assert any("damaged" in line for line in lines)
+
+
+def test_a_task_has_settings_of_its_own_until_they_are_overridden():
+    recipe = get_recipe("demo")
+    units = [cell for cell in cells_of(recipe) if cell.task == "demo-units"]
+    assert [(c.training.labels["prior"], c.training.labels["seed"], c.stage.name) for c in units] == [
+        ("unit", 0, "structured")
+    ]
+    changed = [cell for cell in cells_of(recipe.override(seeds=2, methods=["map"])) if cell.task == "demo-units"]
+    assert [(c.training.labels["method"], c.training.labels["seed"]) for c in changed] == [("map", 0), ("map", 1)]

@@ -139,8 +139,8 @@ def test_hover_shows_the_values_of_the_table(open_page):
     assert tip.is_visible()
     assert "99 % sparsity" in tip.inner_text()
     shown = dict(line.split("\t") for line in tip.inner_text().split("\n") if "\t" in line)
-    sheet = page.locator("#tables table.sheet").first
-    row = sheet.locator("tbody tr").first.locator("td").last.inner_text().split()  # OPD, MAP, 99 %
+    table = page.locator("#tables table.sheet").first
+    row = table.locator("tbody tr").first.locator("td").last.inner_text().split()  # OPD, MAP, 99 %
     assert shown["MAP (weight decay), OPD"] == f"{row[0]} ± {row[1].removeprefix('±')}"
     page.mouse.move(5, 5)
     assert tip.is_hidden()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shaver.lab import load_runs
-from shaver.lab.run.folder import COLUMNS, collect, write_rows
+from shaver.lab.run.results import COLUMNS, collect, write_rows
 
 ROW = {"network": "fcn", "data": "cancer", "method": "map", "prior": "", "structure": "", "source": "", "seed": 0,
        "stage": "posthoc", "criterion": "opd", "sparsity": 0.9, "achieved": 0.9, "accuracy": 1 / 3, "nll": 0.1,

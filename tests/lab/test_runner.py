@@ -22,8 +22,8 @@ from shaver.lab.recipes.grid import cells_of
 from shaver.lab.recipes.recipe import Recipe, Stage, Task
 from shaver.lab.run.cell import run_cell
 from shaver.lab.run.engines import LocalEngine, SlurmEngine
-from shaver.lab.run.folder import DENSE
 from shaver.lab.run.progress import Progress
+from shaver.lab.run.results import DENSE
 from shaver.lab.run.runner import is_done
 from tests.lab.conftest import InProcess
 
@@ -360,7 +360,7 @@ def test_the_papers_algorithm_runs_at_the_papers_scale(tmp_path):
 
 
 def test_part_of_the_data_is_used_for_training_alone(tmp_path):
-    from shaver.lab.run.store import load_data
+    from shaver.lab.run.networks import load_data
 
     (cell,) = cells_of(recipe(tasks=(replace(TINY, samples=100),), methods=("map",)))
     part, whole = load_data(cell.training), shaver.data.load("cancer", seed=0)

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from shaver.lab.report import frame as frames
+from shaver.lab.report.formats import comma_separated, latex, markdown, terminal
 from shaver.lab.report.frame import Estimate
 from shaver.lab.report.names import METRICS, in_order
-from shaver.lab.report.sheets import kept, quality_sheet, scoring_sheet, size_sheet, summary_sheet, training_sheet
-from shaver.lab.report.tables import comma_separated, latex, markdown, terminal
-from shaver.lab.run.folder import write_rows
+from shaver.lab.report.tables import kept, quality_table, scoring_table, size_table, summary_table, training_table
+from shaver.lab.run.results import write_rows
 
 ACCURACY, NLL = METRICS[:2]
 
@@ -46,9 +46,9 @@ def experiments(rows, titles=None):
     return frames.experiments(pandas.DataFrame(rows), titles)
 
 
-def accuracy_sheet(rows):
+def accuracy_table(rows):
     (experiment,) = experiments(rows)
-    return quality_sheet(experiment, ACCURACY)
+    return quality_table(experiment, ACCURACY)
 
 
 def shown(table, width=80, styled=False):
@@ -93,7 +93,7 @@ def test_the_same_measurement_twice_is_no_second_seed():
 
 
 def test_lines_are_criterion_by_training_and_columns_sparsities():
-    lines = words(shown(terminal(accuracy_sheet(BOTH), 80)))
+    lines = words(shown(terminal(accuracy_table(BOTH), 80)))
     assert ["criterion", "training", "dense", "50", "90"] in lines
     assert ["OPD", "MAP", "92.00", "±2.00", "85.00", "±5.00", "100.00", "±0.00"] in lines
     assert ["SpaM", "90.00", "89.00", "50.00"] in lines
@@ -103,18 +103,18 @@ def test_a_narrow_terminal_has_the_means_and_a_narrower_one_the_high_sparsities(
     sparsities = (0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)
     many = [row("spam", "dense", 0.0, 1.0, seed=s) for s in (0, 1)]
     many += [row("spam", "magnitude", s, 0.9876, seed=n) for s in sparsities for n in (0, 1)]
-    at_80 = shown(terminal(accuracy_sheet(many), 80))
+    at_80 = shown(terminal(accuracy_table(many), 80))
     assert "…" not in at_80
     assert at_80.count("98.8") == 10
     assert "The files have the standard errors." in at_80
-    at_40 = shown(terminal(accuracy_sheet(many), 40), 40)
+    at_40 = shown(terminal(accuracy_table(many), 40), 40)
     assert max(map(len, at_40.splitlines())) <= 40
     assert " 99" in at_40
     assert "Columns up to" in at_40
 
 
 def test_the_best_of_a_column_is_marked_and_so_is_the_best_training_of_a_criterion():
-    by_label = {line.labels: line.entries for line in accuracy_sheet(BOTH).lines}
+    by_label = {line.labels: line.entries for line in accuracy_table(BOTH).lines}
     dense, half, ninety = (by_label["OPD", "SpaM"][i] for i in range(3))
     assert (half.best, half.leads) == (True, True)
     assert (ninety.best, ninety.leads) == (False, False)
@@ -126,22 +126,22 @@ def test_the_best_of_a_column_is_marked_and_so_is_the_best_training_of_a_criteri
 
 def test_lower_is_better_for_nll():
     rows = [row("map", "opd", 0.5, 0.5, nll=0.4), row("map", "random", 0.5, 0.5, nll=2.3)]
-    sheet = quality_sheet(experiments(rows)[0], NLL)
-    assert [(line.labels[0], line.entries[0].best) for line in sheet.lines] == [("OPD", True), ("random", False)]
+    table = quality_table(experiments(rows)[0], NLL)
+    assert [(line.labels[0], line.entries[0].best) for line in table.lines] == [("OPD", True), ("random", False)]
 
 
 def test_priors_curvatures_and_stages_get_columns_only_where_they_differ():
-    assert accuracy_sheet(BOTH).heads == ("criterion", "training")
+    assert accuracy_table(BOTH).heads == ("criterion", "training")
     kron = row("spam", "opd", 0.5, 0.7) | {"structure": "kron", "source": "ggn", "prior": "layer"}
-    sheet = accuracy_sheet([*BOTH, kron])
-    assert sheet.heads == ("criterion", "training", "prior", "curvature")
-    assert ("OPD", "SpaM", "layer-wise", "KFAC GGN") in [line.labels for line in sheet.lines]
-    assert ("OPD", "MAP", "–", "–") in [line.labels for line in sheet.lines]
-    assert accuracy_sheet([*BOTH, row("map", "opd", 0.5, 0.7, stage="finetuned")]).heads[-1] == "stage"
+    table = accuracy_table([*BOTH, kron])
+    assert table.heads == ("criterion", "training", "prior", "curvature")
+    assert ("OPD", "SpaM", "layer-wise", "KFAC GGN") in [line.labels for line in table.lines]
+    assert ("OPD", "MAP", "–", "–") in [line.labels for line in table.lines]
+    assert accuracy_table([*BOTH, row("map", "opd", 0.5, 0.7, stage="finetuned")]).heads[-1] == "stage"
 
 
 def test_markdown_has_the_same_cells():
-    text = markdown(accuracy_sheet(BOTH))
+    text = markdown(accuracy_table(BOTH))
     assert "| criterion | training | dense | 50 | 90 |" in text
     assert "| OPD | MAP | ***92.00*** ± 2.00 | 85.00 ± 5.00 | ***100.00*** ± 0.00 |" in text
     assert "|  | SpaM | 90.00 | ***89.00*** | 50.00 |" in text
@@ -149,7 +149,7 @@ def test_markdown_has_the_same_cells():
 
 
 def test_csv_has_the_unrounded_numbers():
-    lines = list(csv.reader(io.StringIO(comma_separated(accuracy_sheet(BOTH)))))
+    lines = list(csv.reader(io.StringIO(comma_separated(accuracy_table(BOTH)))))
     assert lines[0] == ["criterion", "training", "dense", "dense se", "50", "50 se", "90", "90 se"]
     by_label = {tuple(line[:2]): line[2:] for line in lines[1:]}
     assert float(by_label["OPD", "MAP"][2]) == pytest.approx(0.85)
@@ -158,7 +158,7 @@ def test_csv_has_the_unrounded_numbers():
 
 
 def test_latex_is_a_booktabs_table_with_balanced_braces():
-    text = latex(accuracy_sheet([*BOTH, row("map", "my_crit & 50%", 0.5, 0.3)]))
+    text = latex(accuracy_table([*BOTH, row("map", "my_crit & 50%", 0.5, 0.3)]))
     assert r"& & \multicolumn{3}{c}{sparsity, \%} \\" in text
     assert r"my\_crit \& 50\% & MAP" in text
     assert r"\underline{89.00}" in text
@@ -172,7 +172,7 @@ def test_kept_is_the_sparsity_before_the_first_fall():
     rows = [row("map", "dense", 0.0, 0.90), *(row("map", "opd", s, a) for s, a in
             ((0.2, 0.91), (0.5, 0.89), (0.8, 0.70), (0.9, 0.90)))]  # fmt: skip
     assert kept(experiments(rows)[0]) == {"map": 0.5}
-    assert summary_sheet(experiments(rows)).lines[0].entries[0].text == "50 %"
+    assert summary_table(experiments(rows)).lines[0].entries[0].text == "50 %"
 
 
 def test_times_compare_with_map_and_sizes_stand_side_by_side():
@@ -182,10 +182,10 @@ def test_times_compare_with_map_and_sizes_stand_side_by_side():
         row("spam", "opd", 0.95, 0.8, score_seconds=0.25, bytes=30, nonzeros=5, parameters=100),
     ]
     found = experiments(rows)
-    training = training_sheet(found)
+    training = training_table(found)
     assert [line.entries[-1].text for line in training.lines] == ["1.00", "1.30"]
-    assert scoring_sheet(found).lines[0].entries[0].text == "250 ms"
-    sizes = size_sheet(found[0])
+    assert scoring_table(found).lines[0].entries[0].text == "250 ms"
+    sizes = size_table(found[0])
     assert [line.labels for line in sizes.lines] == [("MAP", "dense"), ("SpaM", "dense"), ("SpaM", "95 %, post hoc")]
     assert sizes.lines[2].entries[sizes.columns.index("bytes")].text == "30"
 
@@ -218,12 +218,12 @@ def test_a_network_that_did_not_learn_is_in_no_mean_and_on_every_table():
     (experiment,), (without,) = experiments([*BOTH, *DEAD]), experiments(BOTH)
     assert [curve.points for curve in experiment.curves] == [curve.points for curve in without.curves]
     words = "MAP: 1 of 3 did not learn, they are as good as guessing (test accuracy of seed 2: 7.0 %)"
-    sheet = quality_sheet(experiment, ACCURACY)
-    assert ("OPD", "MAP (1 of 3 did not learn)") in [line.labels for line in sheet.lines]
-    for text in (markdown(sheet), latex(sheet).replace("\\%", "%"), shown(terminal(sheet, 200), 200)):
+    table = quality_table(experiment, ACCURACY)
+    assert ("OPD", "MAP (1 of 3 did not learn)") in [line.labels for line in table.lines]
+    for text in (markdown(table), latex(table).replace("\\%", "%"), shown(terminal(table, 200), 200)):
         assert words in text.replace("\n", " ")
-    assert "1 of 3 did not learn" in comma_separated(sheet)
-    assert words in summary_sheet([experiment]).note
+    assert "1 of 3 did not learn" in comma_separated(table)
+    assert words in summary_table([experiment]).note
     assert kept(experiment) == kept(without)
 
 
@@ -231,8 +231,8 @@ def test_a_method_of_which_nothing_learned_has_no_summary():
     rows = [row("map", c, s, 0.1, learned="no") for c, s in (("dense", 0.0), ("opd", 0.5))]
     (experiment,) = experiments(rows)
     assert kept(experiment) == {}
-    assert quality_sheet(experiment, ACCURACY).lines[0].labels == ("OPD", "MAP (1 of 1 did not learn)")
-    assert "no result of the method" in quality_sheet(experiment, ACCURACY).note
+    assert quality_table(experiment, ACCURACY).lines[0].labels == ("OPD", "MAP (1 of 1 did not learn)")
+    assert "no result of the method" in quality_table(experiment, ACCURACY).note
 
 
 def test_speed_is_measured_where_units_are_removed_and_one_where_weights_are_masked():
@@ -245,9 +245,9 @@ def test_speed_is_measured_where_units_are_removed_and_one_where_weights_are_mas
         measured("opd", 0.5, 0.9, 50, 1.0, "structured"), measured("opd", 0.7, 0.895, 30, 0.8, "structured"),
         measured("opd", 0.8, 0.5, 20, 0.5, "structured"),
     ]  # fmt: skip
-    sheet = size_sheet(experiments(rows)[0])
-    assert sheet.columns[-1] == "speed"
-    assert [(line.labels[-1], line.entries[-1].text) for line in sheet.lines] == [
+    table = size_table(experiments(rows)[0])
+    assert table.columns[-1] == "speed"
+    assert [(line.labels[-1], line.entries[-1].text) for line in table.lines] == [
         ("dense", "× 1.0"), ("95 %, post hoc", "× 1.0"), ("70 %, structured", "× 2.5"),
     ]  # fmt: skip
 

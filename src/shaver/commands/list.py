@@ -9,7 +9,7 @@ from rich.table import Table
 from shaver.lab.recipes.catalogue import get_recipe, recipe_names
 from shaver.lab.recipes.grid import expected_seconds
 from shaver.lab.recipes.recipe import SCALES
-from shaver.lab.run.folder import read_status, read_study
+from shaver.lab.run.results import read_status, read_study
 from shaver.lab.run.runner import at_work
 
 

@@ -19,7 +19,7 @@ from shaver.commands.subject import Subject, shape_of
 from shaver.files import save
 from shaver.files.folder import PLAN
 from shaver.io import write_json
-from shaver.lab.run.folder import Row
+from shaver.lab.run.results import Row
 from shaver.measure import summary
 from shaver.pruning import Masks
 

@@ -146,24 +146,17 @@ def _filters(scale: str) -> Recipe:
 
 
 def _demo(scale: str) -> Recipe:
+    cancer, digits = _tasks(scale, "demo-cancer", "demo-digits")
+    structured = Stage("structured", ("opd", "magnitude", "random"), (0.3, 0.5, 0.6, 0.7, 0.8))
+    own = {"methods": ("spam",), "priors": ("unit",), "seeds": 1, "stages": (structured,)}
+    units = replace(digits, name="demo-units", title=f"{digits.title}, whole units removed", own=own)
     stage = Stage(sparsities=tuple(sorted((*PAPER_SPARSITIES, 0.98))))
-    tasks = _tasks(scale, "demo-cancer", "demo-digits")
+    tasks = (digits, units, cancer)  # the longest trainings first: no core is idle at the end
     return Recipe("demo", "Two small networks, pruned", "not there", scale, tasks, stages=(stage,), curves=False)
-
-
-def _demo_units(scale: str) -> Recipe:
-    (digits,) = _tasks(scale, "demo-digits")
-    return Recipe(
-        "demo-units", "A small network without most of its units", "not there", scale,
-        (replace(digits, title=f"{digits.title}, whole units removed"),),
-        methods=("spam",), priors=("unit",), seeds=1, curves=False,
-        stages=(Stage("structured", ("opd", "magnitude", "random"), (0.3, 0.5, 0.6, 0.7, 0.8)),),
-    )  # fmt: skip
 
 
 _RECIPES: dict[str, Callable[[str], Recipe]] = {
     "demo": _demo,
-    "demo-units": _demo_units,
     "fcn-cancer": _unstructured("fcn-cancer", "Figure 2", seeds=20),
     "fcn-mnist": _unstructured("fcn-mnist", "Figure 2"),
     "lenet-mnist": _unstructured("lenet-mnist", "Figure 2, Table B1"),

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -96,8 +96,12 @@ class Cell:
 def cells_of(recipe: Recipe) -> list[Cell]:
     """The cells of a recipe, seed by seed, so that an interrupted study has whole seeds rather than whole methods."""
     found: dict[str, Cell] = {}
-    for seed in range(recipe.first_seed, recipe.first_seed + recipe.seeds):
-        for task, (method, prior, curvature), stage in product(recipe.tasks, _trainings(recipe), recipe.stages):
+    parts = [(replace(recipe, tasks=(task,), **task.own), task) for task in recipe.tasks]
+    for seed, (part, task) in product(range(max(part.seeds for part, _ in parts)), parts):
+        if seed >= part.seeds:
+            continue
+        seed += part.first_seed
+        for (method, prior, curvature), stage in product(_trainings(part), part.stages):
             for target in stage.sparsities if stage.name == "online" else (None,):
                 if target is not None and method == "l1":
                     continue  # L1 makes its own zeros; there is nothing to schedule
@@ -136,6 +140,8 @@ def _training(
     }
     if method == "spam":
         options["spam"] = {"prior": prior, "structure": structure, **_learning(task, structure, source), **task.spam}
+    if task.clip is not None:
+        options["clip"] = task.clip
     if method == "l1":
         options["l1"] = None
     data = {"name": task.data, "augment": task.augment, "samples": task.samples}

@@ -68,6 +68,7 @@ class Task:
         batch_size: Samples a step.
         optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``.
         lr: Its learning rate.
+        clip: Largest norm of a gradient; ``None`` is no limit.
         temperature: T; the paper's "Temp. 5" counts the data five times, which is T = 0.2.
         source: Of curvature estimates between epochs, and of the one that gives MAP networks their OPD scores.
         burn_in: Epochs before the first estimate, where it is made between epochs.
@@ -78,6 +79,7 @@ class Task:
         test_samples: Texts to judge by, drawn once; ``None`` is all.
         scored: Training texts that are seen by SNIP, GraSP and a curvature estimate after training.
         spam: Further options of SpaM, for trainings much shorter or longer than those its defaults are made for.
+        own: Settings of the recipe that are different for this task: ``methods``, ``priors``, ``seeds``, ``stages``.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Task:
     batch_size: int = 128
     optimizer: str = "sgd"
     lr: float = 0.05
+    clip: float | None = None
     samples: int | None = None
     augment: bool = False
     temperature: float = 1.0
@@ -102,6 +105,7 @@ class Task:
     test_samples: int | None = None
     scored: int = 512
     spam: dict[str, Any] = field(default_factory=dict, hash=False)
+    own: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name("scale", self.scale, SCALES)
@@ -181,8 +185,8 @@ class Recipe:
 
         Args:
             given: Fields of :class:`Recipe`; fields of :class:`Task` (``epochs``, ``batch_size``, ``optimizer``,
-                ``lr``, ``samples``), for every task; ``length``, ``test_samples``, ``scored``, ``weights`` and
-                ``vocabularies`` (folders), for language models; ``criteria`` and ``sparsities``, for every stage;
+                ``lr``, ``clip``, ``samples``), for every task; ``length``, ``test_samples``, ``scored``, ``weights``
+                and ``vocabularies`` (folders), for language models; ``criteria`` and ``sparsities``, for every stage;
                 ``tuning_epochs``; and ``tasks`` and ``stages`` by name, which choose among the recipe's own.
 
         Raises:
@@ -210,6 +214,8 @@ class Recipe:
             if not any(stage.epochs for stage in stages):
                 raise ValueError(f"recipe {self.name!r} fine-tunes nothing, so tuning_epochs has no effect.")
             stages = tuple(replace(s, epochs=tuning) if s.epochs else s for s in stages)
+        changed = set(given)
+        tasks = tuple(replace(t, own={k: v for k, v in t.own.items() if k not in changed}) for t in tasks)
         own = ("methods", "priors", "curvatures", "seeds", "first_seed", "curves")
         for name in given:
             known = [*own, *_TASK_SETTINGS, *_TEXT_SETTINGS, *_FOLDERS, "criteria", "sparsities", "tasks", "stages"]
@@ -239,15 +245,15 @@ class Recipe:
         return "\n".join(lines)
 
 
-_TASK_SETTINGS = ("epochs", "batch_size", "optimizer", "lr", "samples")
+_TASK_SETTINGS = ("epochs", "batch_size", "optimizer", "lr", "clip", "samples")
 _TEXT_SETTINGS = ("length", "test_samples", "scored")
 _FOLDERS = ("weights", "vocabularies")
 #: How notes speak of epochs: "30 of 100 epochs", or "3 epochs".
 _EPOCHS = r"\b\d+( of \d+)? epochs"
 _WORDS = {
     "epochs": "epochs", "batch_size": "batch size", "optimizer": "optimizer", "lr": "learning rate",
-    "samples": "training samples", "length": "tokens per text", "test_samples": "test samples",
-    "scored": "texts for scores",
+    "clip": "norm of gradients at most", "samples": "training samples", "length": "tokens per text",
+    "test_samples": "test samples", "scored": "texts for scores",
 }  # fmt: skip
 _PRETRAINED = ("distilbert", "gpt2")
 

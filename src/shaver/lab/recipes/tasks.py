@@ -62,7 +62,7 @@ _ALL = (
         for scale in SCALES
         for name, network, data, epochs, size, lr, seconds in (
             ("demo-cancer", _CANCER, "cancer", 100, 32, 0.1, 0.03),
-            ("demo-digits", {"name": "digits_cnn"}, "digits", 60, 64, 0.05, 0.2),
+            ("demo-digits", {"name": "digits_cnn"}, "digits", 40, 64, 0.05, 0.2),
         )
     ),
     _paper("fcn-cancer", _CANCER, "cancer", 50, batch_size=64, optimizer="adam", lr=1e-3),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shaver.io import atomic_path
 from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, Variant, training_curves
 from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, Metric, in_order
-from shaver.lab.report.sheets import percent
+from shaver.lab.report.tables import percent
 from shaver.lab.report.times import scoring_times, training_times
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from shaver.lab.report.names import (
     STRUCTURE_NAMES,
     in_order,
 )
-from shaver.lab.run.folder import CELLS, CONFIG, DENSE, read_study, read_table
+from shaver.lab.run.results import CELLS, CONFIG, DENSE, read_study, read_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -217,7 +217,7 @@ def load_runs(*folders: str | Path) -> "DataFrame":
             for each, under that recipe's name.
 
     Returns:
-        The columns :data:`~shaver.lab.run.folder.COLUMNS`; missing numbers are NaN, missing names empty.
+        The columns :data:`~shaver.lab.run.results.COLUMNS`; missing numbers are NaN, missing names empty.
 
     Raises:
         FileNotFoundError: A folder is missing, or not the folder of a study.

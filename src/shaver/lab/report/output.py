@@ -10,12 +10,12 @@ from rich.console import Console
 from shaver.io import write_text
 from shaver.lab.report import FORMATS
 from shaver.lab.report.figures import write_figures
+from shaver.lab.report.formats import comma_separated, latex, markdown, terminal
 from shaver.lab.report.frame import Experiment, experiments, load_histories, load_runs
 from shaver.lab.report.names import METRICS
 from shaver.lab.report.page import Source, render_page
-from shaver.lab.report.sheets import Sheet, quality_sheet, scoring_sheet, size_sheet, summary_sheet, training_sheet
-from shaver.lab.report.tables import comma_separated, latex, markdown, terminal
-from shaver.lab.run.folder import read_study
+from shaver.lab.report.tables import Table, quality_table, scoring_table, size_table, summary_table, training_table
+from shaver.lab.run.results import read_study
 from shaver.naming import check_name
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ def read_runs(folders: Sequence[Path]) -> Study:
     return Study(found, pandas.concat(histories, ignore_index=True), sources, str(frame.scale.iloc[0]))
 
 
-def sheets_of(study: Study) -> list[Sheet]:
+def tables_of(study: Study) -> list[Table]:
     """Every table of a report."""
-    found: list[Sheet | None] = [summary_sheet(study.experiments)]
-    found += [quality_sheet(e, metric) for e in study.experiments for metric in METRICS]
-    found += [size_sheet(experiment) for experiment in study.experiments if experiment.criteria]
-    found += [training_sheet(study.experiments), scoring_sheet(study.experiments)]
-    return [sheet for sheet in found if sheet is not None]
+    found: list[Table | None] = [summary_table(study.experiments)]
+    found += [quality_table(e, metric) for e in study.experiments for metric in METRICS]
+    found += [size_table(experiment) for experiment in study.experiments if experiment.criteria]
+    found += [training_table(study.experiments), scoring_table(study.experiments)]
+    return [table for table in found if table is not None]
 
 
 def write_report(
@@ -101,18 +101,18 @@ def write_report(
         check_name("format", name, FORMATS)
     study = read_runs(folders)
     place = out or (study.sources[0].folder if len(study.sources) == 1 else Path("report"))
-    sheets = sheets_of(study)
+    tables = tables_of(study)
     if "terminal" in formats:
-        accuracy = (quality_sheet(experiment, METRICS[0]) for experiment in study.experiments)
-        for shown in (summary_sheet(study.experiments), *accuracy):
+        accuracy = (quality_table(experiment, METRICS[0]) for experiment in study.experiments)
+        for shown in (summary_table(study.experiments), *accuracy):
             if shown is not None:
                 console.print(terminal(shown, console.width))
     written = []
     for name in (name for name in _FILES if name in formats):
         suffix, render = _FILES[name]
-        for sheet in sheets:
-            written.append(place / "tables" / f"{sheet.name}{suffix}")
-            write_text(written[-1], render(sheet))
+        for table in tables:
+            written.append(place / "tables" / f"{table.name}{suffix}")
+            write_text(written[-1], render(table))
     if drawn := [name for name in ("svg", "png") if name in formats]:
         written += write_figures(study.experiments, study.histories, place / "figures", drawn)
     if "html" in formats:

@@ -1,164 +1,367 @@
-"""Tables as people and programs read them: terminal, Markdown, CSV and LaTeX, the best of each column marked."""
+"""The tables of a report: their labels, columns and entries, in the layout of the paper."""
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rich import box
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
-
-from shaver.lab.report.sheets import Entry, Line, Sheet
-
-_LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "×": r"$\times$", "–": "--",
-    "−": "$-$", "µ": r"$\mu$",
-}  # fmt: skip
+from shaver.lab.report.frame import Curve, Estimate, Experiment, Variant
+from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, STAGE_NAMES, Metric, in_order
+from shaver.lab.report.times import duration, numbers_of, scoring_seconds
 
 
-def terminal(sheet: Sheet, width: int) -> Group:
-    """For a console of this width: with errors if they fit, else means, else only the highest sparsities."""
-    labels = sum(
-        max(map(len, (head, *(line.labels[i] for line in sheet.lines)))) + 1 for i, head in enumerate(sheet.heads)
-    )
-    first = 0
-    for show in (_with_error, _text, _short):
-        widths = [
-            max(len(column), *(len(show(line.entries[i])) for line in sheet.lines)) + 1
-            for i, column in enumerate(sheet.columns)
-        ]
-        if labels + sum(widths) + 2 <= width or not sheet.over.startswith("sparsity"):
-            break
-    else:
-        while first < len(widths) - 1 and labels + sum(widths[first:]) + 2 > width:
-            first += 1
-    note = sheet.note
-    if show is not _with_error and any(entry.error for line in sheet.lines for entry in line.entries):
-        note = note.replace(" ± standard error", "") + " The files have the standard errors."
-    if first:
-        note += f" Columns up to {sheet.columns[first - 1]} do not fit here; the files have them."
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    for head in sheet.heads:
-        table.add_column(escape(head), no_wrap=True)
-    for column in sheet.columns[first:]:
-        table.add_column(escape(column), justify="right", no_wrap=True)
-    apart = len({line.labels[0] for line in sheet.lines}) < len(sheet.lines)
-    for line, begins in _grouped(sheet.lines):
-        if begins and apart and line is not sheet.lines[0]:
-            table.add_section()
-        shown = ["" if i == 0 and not begins else escape(label) for i, label in enumerate(line.labels)]
-        table.add_row(*shown, *(_styled(show(entry), entry) for entry in line.entries[first:]))
-    over = f" over {sheet.over}" if sheet.over else ""
-    return Group(Text(f"\n{sheet.title}{over}", style="bold"), table, Text(note, style="dim"))
+@dataclass(frozen=True)
+class Entry:
+    """A number in a table.
 
-
-def markdown(sheet: Sheet) -> str:
-    """A heading, the table and its note; the best of a column is bold, the best of a group in italics."""
-    heads = [*sheet.heads, *sheet.columns]
-    out = [f"**{_md(sheet.title)}**", "", f"| {' | '.join(map(_md, heads))} |"]
-    out.append(f"|{'---|' * len(sheet.heads)}{'--:|' * len(sheet.columns)}")
-    for line, begins in _grouped(sheet.lines):
-        labels = ["" if i == 0 and not begins else _md(label) for i, label in enumerate(line.labels)]
-        out.append(f"| {' | '.join([*labels, *map(_md_entry, line.entries)])} |")
-    return "\n".join([*out, "", _note(sheet, "bold", "in italics"), ""])
-
-
-def comma_separated(sheet: Sheet) -> str:
-    """Every label on every line; the numbers unrounded, each followed by its standard error if any has one."""
-    errors = any(entry.spread is not None for line in sheet.lines for entry in line.entries)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    columns: Iterable[str] = sheet.columns
-    if errors:
-        columns = (name for column in sheet.columns for name in (column, f"{column} se"))
-    writer.writerow([*sheet.heads, *columns])
-    for line in sheet.lines:
-        numbers = ([e.value, e.spread] if errors else [e.value] for e in line.entries)
-        writer.writerow([*line.labels, *("" if v is None else v for pair in numbers for v in pair)])
-    return text.getvalue()
-
-
-def latex(sheet: Sheet) -> str:
-    r"""A ``table`` for ``\usepackage{booktabs,graphicx}``; the best bold, the best of a group underlined.
-
-    It is made narrower where it would be wider than the line.
+    Attributes:
+        text: As it is printed.
+        short: The same for a narrow terminal.
+        error: The standard error as it is printed; empty for a single seed.
+        value: The number itself, for programs; ``None`` in an empty cell.
+        spread: The standard error itself.
+        best: Nothing in its column prints better.
+        leads: The best training for its criterion, where there are several.
     """
-    count, start = len(sheet.columns), len(sheet.heads)
-    out = [
-        r"% \usepackage{booktabs,graphicx}",
-        r"\begin{table}[t]",
-        r"\centering",
-        rf"\caption{{{_tex(sheet.title)}. {_tex(_note(sheet, 'bold', 'underlined'))}}}",
-        rf"\label{{tab:{sheet.name}}}",
-        r"\smallskip",
-        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
-        rf"\begin{{tabular}}{{@{{}}{'l' * start}{'r' * count}@{{}}}}",
-        r"\toprule",
+
+    text: str
+    short: str = ""
+    error: str = ""
+    value: float | None = None
+    spread: float | None = None
+    best: bool = False
+    leads: bool = False
+
+
+EMPTY = Entry("–", "–")
+_VARIANT = ("training", "prior", "curvature")
+_Show = tuple[str, Callable[[float], str]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: its labels, then an entry for each column."""
+
+    labels: tuple[str, ...]
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        name: For file names.
+        title: Says what the numbers are.
+        note: How to read them.
+        heads: Titles of the label columns; lines that share the first label belong together.
+        columns: Titles of the entries.
+        over: What the columns have in common, such as “sparsity, %”; empty if nothing.
+        lines: The lines.
+    """
+
+    name: str
+    title: str
+    note: str
+    heads: tuple[str, ...]
+    columns: tuple[str, ...]
+    over: str
+    lines: tuple[Line, ...]
+
+
+def percent(share: float) -> str:
+    """A sparsity as the head of a column: 0.995 → “99.5”."""
+    return f"{round(100 * share, 2):g}"
+
+
+def quality_table(experiment: Experiment, metric: Metric) -> Table | None:
+    """Lines for criterion × training (× prior × curvature × stage), columns for sparsities, as in the paper.
+
+    Labels that are the same on every line are left out. Returns ``None`` if nothing has the metric.
+    """
+    found = [curve for curve in experiment.curves if curve.values(metric.key)]
+    if not found:
+        return None
+    curves = sorted(found, key=lambda c: experiment.criteria.index(c.criterion))  # stable: one group a criterion
+    sparsities = sorted({s for curve in curves for s in curve.values(metric.key)})
+    lines = [
+        Line(
+            (
+                CRITERION_NAMES.get(curve.criterion, curve.criterion),
+                *_training_labels(experiment, curve.variant),
+                STAGE_NAMES.get(curve.stage, curve.stage),
+            ),
+            tuple(_entry(curve.values(metric.key).get(s), metric) for s in sparsities),
+        )
+        for curve in curves
     ]
-    if sheet.over:
-        out.append(rf"{'& ' * start}\multicolumn{{{count}}}{{c}}{{{_tex(sheet.over)}}} \\")
-        out.append(rf"\cmidrule(l){{{start + 1}-{start + count}}}")
-    out += [" & ".join(map(_tex, [*sheet.heads, *sheet.columns])) + r" \\", r"\midrule"]
-    for line, begins in _grouped(sheet.lines):
-        if begins and line is not sheet.lines[0] and start > 1:
-            out.append(r"\addlinespace")
-        labels = ["" if i == 0 and not begins else _tex(label) for i, label in enumerate(line.labels)]
-        out.append(" & ".join([*labels, *map(_tex_entry, line.entries)]) + r" \\")
-    return "\n".join([*out, r"\bottomrule", r"\end{tabular}}", r"\end{table}", ""])
+    table = Table(
+        name=f"{experiment.slug}-{metric.key}",
+        title=f"{experiment.title}: {metric.title}",
+        note=" ".join(
+            [
+                _averaged(sorted({e.count for curve in curves for e in curve.values(metric.key).values()})),
+                *failure_notes(experiment),
+            ]
+        ),
+        heads=("criterion", *_VARIANT, "stage"),
+        columns=tuple("dense" if s == 0 else percent(s) for s in sparsities),
+        over="sparsity, %",
+        lines=tuple(_marked(lines, metric)),
+    )
+    return _without_constant_labels(table, keep=2)
 
 
-def _grouped(lines: Sequence[Line]) -> list[tuple[Line, bool]]:
-    """Each line, and whether a group begins with it."""
-    return [(line, i == 0 or line.labels[0] != lines[i - 1].labels[0]) for i, line in enumerate(lines)]
+def kept(experiment: Experiment, drop: float = 0.01) -> dict[str, float]:
+    """By method, the highest sparsity up to which accuracy stays within ``drop`` of the dense network's.
+
+    Pruned post hoc (or as the experiment has it) by :func:`main_criterion`, and all the way: a curve that comes back
+    after a fall does not count.
+    """
+    found: dict[str, float] = {}
+    for variant in experiment.main_variants():
+        for curve in experiment.curves:
+            values = curve.values("accuracy")
+            wanted = (curve.variant, curve.criterion) == (variant, experiment.main_criterion)
+            if variant in experiment.failures and experiment.failures[variant].is_total:
+                continue
+            if not wanted or 0.0 not in values or variant.method in found:
+                continue
+            found[variant.method] = 0.0
+            for sparsity, point in values.items():
+                if point.mean < values[0.0].mean - drop - 1e-9:
+                    break
+                found[variant.method] = sparsity
+    return found
 
 
-def _with_error(entry: Entry) -> str:
-    return f"{entry.text} ±{entry.error}" if entry.error else entry.text
+def summary_table(experiments: Sequence[Experiment]) -> Table | None:
+    """One line an experiment: how much can go."""
+    reached = [(e, kept(e)) for e in experiments]
+    methods = in_order((method for _, found in reached for method in found), METHOD_NAMES)
+    if not methods:
+        return None
+    lines = tuple(
+        Line(
+            (e.title, CRITERION_NAMES.get(e.main_criterion, e.main_criterion)),
+            tuple(Entry(f"{percent(found[m])} %", value=found[m]) if m in found else EMPTY for m in methods),
+        )
+        for e, found in reached
+        if found
+    )
+    return Table(
+        name="summary",
+        title="Share that can be removed before accuracy falls by more than one point",
+        note=" ".join(
+            [
+                "The highest sparsity measured up to which the mean stays within one point of the dense network’s.",
+                *(note for experiment in experiments for note in failure_notes(experiment)),
+            ]
+        ),
+        heads=("experiment", "pruned by"),
+        columns=tuple(METHOD_NAMES.get(m, m) for m in methods),
+        over="",
+        lines=lines,
+    )
 
 
-def _text(entry: Entry) -> str:
-    return entry.text
+def training_table(experiments: Sequence[Experiment]) -> Table | None:
+    """Each training with its time, its evidence and the quality of the dense network."""
+    shows: dict[str, _Show] = {
+        "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
+        "nll": ("NLL", "{:.3f}".format),
+        "log_evidence": ("log evidence", "{:,.0f}".format),
+        "epochs": ("epochs", "{:.0f}".format),
+        "train_seconds": ("training", duration),
+    }
+    rows = [(e, t, numbers_of(e, t)) for e in experiments for t in e.variants]
+    keys = [key for key in shows if any(key in numbers for _, _, numbers in rows)]
+    if "train_seconds" not in keys:
+        return None
+    lines = []
+    for experiment, training, numbers in rows:
+        base = experiment.main_variant("map")
+        of_map = numbers_of(experiment, base).get("train_seconds") if base else None
+        own = numbers.get("train_seconds")
+        ratio = Entry(f"{own.mean / of_map.mean:.2f}", value=own.mean / of_map.mean) if own and of_map else EMPTY
+        entries = (*(_plain(numbers.get(key), shows[key][1]) for key in keys), ratio)
+        lines.append(Line((experiment.title, *_training_labels(experiment, training)), entries))
+    table = Table(
+        name="training",
+        title="Training: what it reached before pruning, and what it took",
+        note=" ".join(
+            [
+                "Means over seeds. The last column is the time divided by that of MAP on the same data.",
+                *(note for experiment in experiments for note in failure_notes(experiment)),
+            ]
+        ),
+        heads=("experiment", *_VARIANT),
+        columns=(*(shows[key][0] for key in keys), "time / MAP"),
+        over="",
+        lines=tuple(lines),
+    )
+    return _without_constant_labels(table, keep=2)
 
 
-def _short(entry: Entry) -> str:
-    return entry.short or entry.text
+def scoring_table(experiments: Sequence[Experiment]) -> Table | None:
+    """How long each criterion takes to score a network."""
+    criteria = in_order(c for e in experiments for c in e.criteria)
+    lines = []
+    for experiment in experiments:
+        found = {c: scoring_seconds(experiment, c) for c in criteria}
+        if any(found.values()):
+            lines.append(Line((experiment.title,), tuple(_plain(found[c], duration) for c in criteria)))
+    if not lines:
+        return None
+    return Table(
+        name="scoring",
+        title="Pruning: time to score a network",
+        note="Means over networks. One scoring serves all sparsities.",
+        heads=("experiment",),
+        columns=tuple(CRITERION_NAMES.get(c, c) for c in criteria),
+        over="criterion",
+        lines=tuple(lines),
+    )
 
 
-def _styled(text: str, entry: Entry) -> str:
-    return f"[bold green]{text}[/]" if entry.best else f"[green]{text}[/]" if entry.leads else text
+def size_table(experiment: Experiment, sparsity: float = 0.95) -> Table | None:
+    """Dense and pruned networks side by side: what is left, how large it is, how fast it runs.
+
+    Of a structured stage the highest sparsity is shown that costs at most one point of accuracy, or the lowest.
+    """
+    shows: dict[str, _Show] = {
+        "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
+        "parameters": ("parameters", "{:,.0f}".format),
+        "nonzeros": ("non-zero", "{:,.0f}".format),
+        "bytes": ("bytes", "{:,.0f}".format),
+        "flops": ("FLOPs", "{:,.0f}".format),
+        "latency_ms": ("latency, ms", "{:.3f}".format),
+    }
+    chosen = experiment.main_criterion
+    rows: list[tuple[tuple[str, ...], Mapping[str, Estimate], Entry]] = []
+    for variant in experiment.variants:
+        labels = _training_labels(experiment, variant)
+        dense = experiment.dense.get(variant, {})
+        if dense:
+            rows.append(((*labels, "dense"), dense, _speed(dense, dense)))
+        for curve in experiment.curves:
+            if (curve.variant, curve.criterion) != (variant, chosen):
+                continue
+            shown = _harmless(curve) if curve.stage == "structured" else sparsity
+            if shown in curve.points:
+                what = f"{percent(shown)} %, {STAGE_NAMES.get(curve.stage, curve.stage)}"
+                rows.append(((*labels, what), curve.points[shown], _speed(dense, curve.points[shown])))
+    keys = [key for key in shows if any(key in numbers for _, numbers, _ in rows)]
+    if not {"bytes", "flops", "latency_ms", "nonzeros"} & set(keys):
+        return None
+    lines = tuple(
+        Line(label, (*(_plain(numbers.get(k), shows[k][1]) for k in keys), speed)) for label, numbers, speed in rows
+    )
+    table = Table(
+        name=f"{experiment.slug}-size",
+        title=f"{experiment.title}: size and speed, pruned by {CRITERION_NAMES.get(chosen, chosen)}",
+        note="Means over seeds. Speed is relative to the dense network: measured where units were removed; 1 where "
+        "single weights were removed, as zeros in a dense tensor are multiplied like any number.",
+        heads=(*_VARIANT, "network"),
+        columns=(*(shows[key][0] for key in keys), "speed"),
+        over="",
+        lines=lines,
+    )
+    return _without_constant_labels(table, keep=1)
 
 
-def _note(sheet: Sheet, best: str, leads: str) -> str:
-    """The note, and what the marks that occur mean."""
-    entries = [entry for line in sheet.lines for entry in line.entries]
-    note = sheet.note
-    if any(entry.best for entry in entries):
-        note += f" Best of a column: {best}."
-    if any(entry.leads for entry in entries):
-        note += f" Best within its {sheet.heads[0]}: {leads}."
-    return note
+def _harmless(curve: Curve) -> float:
+    """The highest sparsity that costs at most one point of accuracy, or the lowest there is."""
+    values = curve.values("accuracy")
+    least = values[0.0].mean - 0.01 - 1e-9 if 0.0 in values else 0.0
+    pruned = [s for s in values if s > 0]
+    return max((s for s in pruned if values[s].mean >= least), default=min(pruned, default=0.0))
 
 
-def _md(text: str) -> str:
-    for character in "\\|*_<`[":
-        text = text.replace(character, f"\\{character}")
-    return text.replace("\n", " ")
+def _speed(dense: Mapping[str, Estimate], pruned: Mapping[str, Estimate]) -> Entry:
+    if "latency_ms" in dense and "latency_ms" in pruned:
+        ratio = dense["latency_ms"].mean / pruned["latency_ms"].mean
+        return Entry(f"× {ratio:.1f}", value=ratio)
+    same = dense.get("flops") is not None and dense["flops"] == pruned.get("flops")
+    return Entry("× 1.0", value=1.0) if same else EMPTY
 
 
-def _md_entry(entry: Entry) -> str:
-    mark = "***" if entry.best and entry.leads else "**" if entry.best else "*" if entry.leads else ""
-    return f"{mark}{entry.text}{mark}" + (f" ± {entry.error}" if entry.error else "")
+def _training_labels(experiment: Experiment, variant: Variant) -> tuple[str, str, str]:
+    """The name of the method; prior and curvature only where the method comes with more than one of them.
+
+    The name also says if some networks did not learn.
+    """
+    own = [v for v in experiment.variants if v.method == variant.method]
+    several = len(own) > 1 or variant.method == "spam"
+    failure = experiment.failures.get(variant)
+    return (
+        variant.method_name + ("" if failure is None else f" ({failure})"),
+        variant.prior_name or "–" if several else "–",
+        variant.curvature_name or "–" if several else "–",
+    )
 
 
-def _tex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
+def failure_notes(experiment: Experiment) -> list[str]:
+    """One sentence for each variant of which some networks did not learn."""
+    notes = []
+    for variant, failure in experiment.failures.items():
+        listed = ", ".join(f"seed {seed}: {100 * found:.1f} %" for seed, found in failure.accuracies.items())
+        counted = "These numbers are no result of the method" if failure.is_total else "They are in no mean"
+        name = variant.label(experiment.variants)
+        notes.append(f"{name}: {failure}, they are as good as guessing (test accuracy of {listed}). {counted}.")
+    return notes
 
 
-def _tex_entry(entry: Entry) -> str:
-    text = _tex(entry.text)
-    text = rf"\underline{{{text}}}" if entry.leads else text
-    text = rf"\textbf{{{text}}}" if entry.best else text
-    return text + (rf" {{\scriptsize$\pm${entry.error}}}" if entry.error else "")
+def _without_constant_labels(table: Table, keep: int) -> Table:
+    """Drop label columns that say the same on every line, the first ``keep`` apart."""
+
+    def informative(i: int) -> bool:
+        return i < keep or len({line.labels[i] for line in table.lines} - {"–"}) > 1
+
+    kept = [i for i in range(len(table.heads)) if informative(i)]
+    lines = tuple(replace(line, labels=tuple(line.labels[i] for i in kept)) for line in table.lines)
+    return replace(table, heads=tuple(table.heads[i] for i in kept), lines=lines)
+
+
+def _entry(found: Estimate | None, metric: Metric) -> Entry:
+    if found is None:
+        return EMPTY
+    short = metric.text(found.mean, 1 if metric.factor == 100 else 2)
+    short = short.split(".")[0] if len(short) > 4 else short  # four characters a column
+    error = "" if found.error is None else metric.text(found.error)
+    return Entry(metric.text(found.mean), short, error, found.mean, found.error)
+
+
+def _plain(found: Estimate | None, show: Callable[[float], str]) -> Entry:
+    return EMPTY if found is None else Entry(show(found.mean).replace("-", "−"), value=found.mean, spread=found.error)
+
+
+def _marked(lines: Sequence[Line], metric: Metric) -> list[Line]:
+    """Mark the best of each column and of each group; what prints the same is equally good."""
+    sign = -1 if metric.lower_is_better else 1
+    groups: dict[str, list[int]] = {}
+    for i, line in enumerate(lines):
+        groups.setdefault(line.labels[0], []).append(i)
+    marked = [list(line.entries) for line in lines]
+    for column in range(len(lines[0].entries)):
+        best = _top([line.entries[column] for line in lines], sign)
+        for indices in groups.values():
+            leader = _top([lines[i].entries[column] for i in indices], sign) if len(indices) > 1 else None
+            if all(lines[i].entries[column].text == leader for i in indices):
+                leader = None  # nobody leads
+            for i in indices:
+                entry = marked[i][column]
+                if entry.value is not None:
+                    marked[i][column] = replace(entry, best=entry.text == best, leads=entry.text == leader)
+    return [replace(line, entries=tuple(entries)) for line, entries in zip(lines, marked, strict=True)]
+
+
+def _top(entries: Sequence[Entry], sign: int) -> str | None:
+    """How the best of some entries is printed."""
+    filled = [(sign * entry.value, entry.text) for entry in entries if entry.value is not None]
+    return max(filled)[1] if filled else None
+
+
+def _averaged(counts: Sequence[int]) -> str:
+    if counts == [1]:
+        return "One seed."
+    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"Mean ± standard error over {seeds} seeds."

@@ -17,8 +17,8 @@ from typing import Any
 
 from shaver.io import read_json, write_json, write_text
 from shaver.lab.recipes.grid import Cell
-from shaver.lab.run.folder import CONFIG, DENSE, ERROR, ROWS, STATUS, Row, link, read_rows, write_rows
 from shaver.lab.run.provenance import code_version, machine, versions
+from shaver.lab.run.results import CONFIG, DENSE, ERROR, ROWS, STATUS, Row, link, read_rows, write_rows
 
 #: Where a process writes what its cell prints.
 LOG = "log.txt"
@@ -56,7 +56,7 @@ def _run(cell: Cell, place: Path, store: Path, any_code: bool, status: "_Status"
     import torch
 
     from shaver.lab.run.evaluation import evaluate, is_better_than_guessing
-    from shaver.lab.run.store import FILES, load_data, obtain
+    from shaver.lab.run.networks import FILES, load_data, obtain
 
     torch.set_num_threads(1)
     training, code = cell.training, code_version("cell")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shaver.lab.run.cell import LOG, run_cell
-from shaver.lab.run.folder import read_status
+from shaver.lab.run.results import read_status
 
 _QUEUED = 100
 

@@ -15,8 +15,8 @@ from shaver.criteria import needs, score
 from shaver.data import Splits
 from shaver.lab.recipes.grid import Cell
 from shaver.lab.recipes.language import Reviews, after_the_fact
-from shaver.lab.run.folder import DENSE, Row
-from shaver.lab.run.store import CachedNetwork, Report, scored_batches
+from shaver.lab.run.networks import CachedNetwork, Report, scored_batches
+from shaver.lab.run.results import DENSE, Row
 from shaver.measure import summary
 from shaver.pruning import Masks, prune
 from shaver.structure import ChoiceOptions, Chooser, find_groups, remove_units, score_units

@@ -13,7 +13,7 @@ from typing import Any
 import shaver
 
 #: Where the code behind a trained network begins, and that behind the rows of a cell.
-_STARTS = {"training": "shaver.lab.run.store", "cell": "shaver.lab.run.cell"}
+_STARTS = {"training": "shaver.lab.run.networks", "cell": "shaver.lab.run.cell"}
 _PACKAGES = ("shaver", "torch", "numpy", "scikit-learn", "torch-pruning", "pandas")
 
 

@@ -21,7 +21,10 @@ from shaver.lab.recipes.grid import Cell, cells_of
 from shaver.lab.recipes.language import check_folders
 from shaver.lab.recipes.recipe import Recipe
 from shaver.lab.run.engines import Engine, LocalEngine, Running
-from shaver.lab.run.folder import (
+from shaver.lab.run.networks import is_trained
+from shaver.lab.run.progress import Progress
+from shaver.lab.run.provenance import code_version, machine, versions
+from shaver.lab.run.results import (
     CELLS,
     CONFIG,
     CSV,
@@ -34,9 +37,6 @@ from shaver.lab.run.folder import (
     read_status,
     read_study,
 )
-from shaver.lab.run.progress import Progress
-from shaver.lab.run.provenance import code_version, machine, versions
-from shaver.lab.run.store import is_trained
 
 NETWORKS = "networks"
 _SECONDS = 0.2

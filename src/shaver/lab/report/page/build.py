@@ -13,15 +13,15 @@ from shaver import __version__
 from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, main_curves, varying_costs
 from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, training_curves
 from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, in_order
-from shaver.lab.report.page.parts import bars, card, facts, panel, picture, section, sheet_table
-from shaver.lab.report.sheets import (
+from shaver.lab.report.page.parts import bars, card, facts, html_table, panel, picture, section
+from shaver.lab.report.tables import (
     failure_notes,
     kept,
     percent,
-    quality_sheet,
-    scoring_sheet,
-    size_sheet,
-    training_sheet,
+    quality_table,
+    scoring_table,
+    size_table,
+    training_table,
 )
 from shaver.lab.report.times import scoring_times, training_times
 
@@ -215,8 +215,8 @@ def _curves(experiments: Sequence[Experiment]) -> str:
 
 
 def _sizes(experiments: Sequence[Experiment]) -> str:
-    sheets = [size_sheet(experiment) for experiment in experiments if experiment.criteria]
-    tables = "".join(sheet_table(sheet) for sheet in sheets if sheet is not None)
+    found = [size_table(experiment) for experiment in experiments if experiment.criteria]
+    tables = "".join(html_table(table) for table in found if table is not None)
     text = "Removing single weights makes the file smaller; removing whole units makes the network faster as well."
     return section("size", "Size and speed", text, tables) if tables else ""
 
@@ -256,12 +256,12 @@ def _tables(experiments: Sequence[Experiment], left_out: bool) -> str:
     out, more = [], []
     for experiment in experiments:
         for metric in METRICS:
-            if (sheet := quality_sheet(experiment, metric)) is None:
+            if (table := quality_table(experiment, metric)) is None:
                 continue
             if metric is METRICS[0]:
-                out.append(sheet_table(sheet))
+                out.append(html_table(table))
             else:
-                more.append(f"<details><summary>{escape(sheet.title)}</summary>{sheet_table(sheet)}</details>")
+                more.append(f"<details><summary>{escape(table.title)}</summary>{html_table(table)}</details>")
     if left_out:
         more = [f'<p class="note">{escape(", ".join(m.title for m in METRICS[1:]))}: too long for this page.</p>']
     text = "Bold is the best of a column, shaded the best training for a criterion. Below each mean its standard error."
@@ -294,8 +294,8 @@ def _times(experiments: Sequence[Experiment]) -> str:
     if scored.bars:
         rows = [(label, found, _slot(kind)) for label, found, kind in scored.bars]
         out.append(f"<h3>{escape(scored.title)}</h3>{bars(rows, scored.show)}")
-    sheets = [training_sheet(experiments), scoring_sheet(experiments)]
-    out += [sheet_table(sheet) for sheet in sheets if sheet is not None]
+    tables = [training_table(experiments), scoring_table(experiments)]
+    out += [html_table(table) for table in tables if table is not None]
     return section("times", "Times", "Measured on the machine named below.", "".join(out)) if out else ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shaver.lab.report.frame import Estimate
 from shaver.lab.report.names import METHOD_NAMES
-from shaver.lab.report.sheets import Entry, Sheet, percent
+from shaver.lab.report.tables import Entry, Table, percent
 
 #: Dimensions that curves can be coloured by.
 _COLOURS = {"criterion": "ranking", "prior": "prior", "curvature": "curvature", "stage": "stage", "method": "training"}
@@ -72,26 +72,26 @@ def card(title: str, criterion: str, reached: Mapping[str, float], failures: Map
     )
 
 
-def sheet_table(sheet: Sheet) -> str:
+def html_table(table: Table) -> str:
     """A table that scrolls by itself where it is too wide."""
-    labels, columns = len(sheet.heads), len(sheet.columns)
-    head = "".join(f'<th class="label" scope="col">{escape(name)}</th>' for name in sheet.heads)
-    head += "".join(f'<th scope="col">{escape(name)}</th>' for name in sheet.columns)
+    labels, columns = len(table.heads), len(table.columns)
+    head = "".join(f'<th class="label" scope="col">{escape(name)}</th>' for name in table.heads)
+    head += "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
     over = ""
-    if sheet.over:
-        over = f'<tr><td colspan="{labels}"></td><th class="over" colspan="{columns}">{escape(sheet.over)}</th></tr>'
+    if table.over:
+        over = f'<tr><td colspan="{labels}"></td><th class="over" colspan="{columns}">{escape(table.over)}</th></tr>'
     body, last = [], None
-    for line in sheet.lines:
+    for line in table.lines:
         begins = line.labels[0] != last
         last = line.labels[0]
         names = [f'<th scope="row">{escape(name) if begins or i else ""}</th>' for i, name in enumerate(line.labels)]
         body.append(f"<tr{' class=begins' if begins else ''}>{''.join(names)}{''.join(map(_cell, line.entries))}</tr>")
     return (
-        f'<h3 class="title">{escape(sheet.title)}</h3>'
+        f'<h3 class="title">{escape(table.title)}</h3>'
         '<p class="swipe" aria-hidden="true">Scroll sideways for more columns →</p>'
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(sheet.title, quote=True)}">'
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title, quote=True)}">'
         f'<table class="sheet"><thead>{over}<tr>{head}</tr></thead>'
-        f'<tbody>{"".join(body)}</tbody></table></div><p class="note">{escape(sheet.note)}</p>'
+        f'<tbody>{"".join(body)}</tbody></table></div><p class="note">{escape(table.note)}</p>'
     )
 
 

@@ -1,4 +1,4 @@
-"""The files of a run: what they are called, and how they are read and written."""
+"""The results of a run on disk: the names of its files, and how its rows are read, written and gathered."""
 
 import csv
 import io
