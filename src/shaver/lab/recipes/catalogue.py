@@ -92,6 +92,21 @@ def _online(scale: str) -> Recipe:
     )  # fmt: skip
 
 
+def _record(task: str, title: str, *compressions: float) -> Callable[[str], Recipe]:
+    """Pruning to the published compressions, all weights and biases counted, in one training from random weights."""
+    sparsities = tuple(1 - 1 / times for times in compressions)
+
+    def make(scale: str) -> Recipe:
+        name = f"record-{task.removeprefix('lenet-')}"
+        online = Stage("online", ("opd", "magnitude"), sparsities)
+        return Recipe(
+            name, f"Highest compression: {title}", "not there", scale, _tasks(scale, task),
+            methods=("spam", "map", "vd", "l0"), stages=(online,), curves=False,
+        )  # fmt: skip
+
+    return make
+
+
 def _lasso(scale: str) -> Recipe:
     tasks = _tasks(scale, "fcn-mnist", "lenet-mnist")
     return Recipe(
@@ -172,6 +187,8 @@ _RECIPES: dict[str, Callable[[str], Recipe]] = {
     "minilm-imdb": _language("minilm-imdb", "stands in for DistilBERT on IMDB"),
     "small-gpt-imdb": _language("small-gpt-imdb", "stands in for GPT-2 on IMDB"),
     "small-gpt-words": _language("small-gpt-words", "not there"),
+    "record-300-100": _record("lenet-300-100", "LeNet-300-100", 68, 100),
+    "record-caffe": _record("lenet-caffe", "LeNet-5-Caffe", 280, 400),
     "priors": _priors,
     "uncertainty": _uncertainty,
     "finetuning": _finetuning,

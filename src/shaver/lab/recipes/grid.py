@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from shaver.lab.recipes.recipe import Recipe, Stage, Task
+from shaver.lab.recipes.recipe import RIVALS, Recipe, Stage, Task
 
 #: Data sets whose split into training and test follows the seed; the others have a split of their own.
 _SPLIT_BY_SEED = ("cancer", "digits")
 #: Seconds of an epoch over those of a MAP epoch, by structure and source, as measured for LeNet.
 _RATIOS = {"": 1.0, "diag-mc": 1.1, "diag-ef": 1.1, "diag-ggn": 5.1, "kron-mc": 3.0, "kron-ef": 3.0, "kron-ggn": 5.1}
+#: The same for the rivals, which sample weights or outputs.
+_RIVAL_RATIOS = {"vd": 3.0, "l0": 2.5}
 #: A process imports torch and reads its data.
 _START = 5.0
 #: A search for λ trains five networks for a third of the epochs.
@@ -27,7 +29,8 @@ class Training:
         network: Name and options for :func:`shaver.lab.recipes.language.build_network`.
         data: Name, seed of the split, augmentation and number of samples; for texts as
             :func:`shaver.lab.recipes.language.load_reviews` takes them.
-        fit: Options of :func:`shaver.fit`; for L1, a coefficient of ``None`` is searched for.
+        fit: Options of :func:`shaver.fit`; for L1, a coefficient of ``None`` is searched for. ``online`` holds options
+            of :class:`shaver.pruning.Online`.
         labels: Method, prior, structure, source and seed, as they stand in the results.
         temperature: Of the likelihood.
         source: Of a curvature estimate after training.
@@ -109,6 +112,8 @@ def cells_of(recipe: Recipe) -> list[Cell]:
                     continue  # it stands in for SpaM where that was not trained with
                 training = _training(task, method, prior, curvature, seed, target, recipe.curves)
                 done = stage if target is None else _online_stage(stage, target)
+                if method in RIVALS:  # one training, which finds its own sparsity
+                    training, done = replace(training, online=None), _online_stage(stage, stage.sparsities[0])
                 cell = Cell(task.name, training, done)
                 found[cell.key] = cell
     return list(found.values())
@@ -144,6 +149,8 @@ def _training(
         options["clip"] = task.clip
     if method == "l1":
         options["l1"] = None
+    if online is not None and task.online and method not in RIVALS:
+        options["online"] = dict(task.online)
     data = {"name": task.data, "augment": task.augment, "samples": task.samples}
     data["seed"] = seed if task.data in _SPLIT_BY_SEED else 0
     if task.length is not None:
@@ -195,6 +202,7 @@ def expected_seconds(recipe: Recipe, cores: int = 2) -> float | None:
 def _training_seconds(cell: Cell, task: Task) -> float:
     labels = cell.training.labels
     ratio = _RATIOS[f"{labels['structure']}-{labels['source']}".strip("-")]
+    ratio *= _RIVAL_RATIOS.get(labels["method"], 1.0)
     epochs = task.epochs * (1 + _SEARCH if labels["method"] == "l1" else 1)
     return epochs * (task.epoch_seconds * ratio + (task.pass_seconds if cell.training.curves else 0))
 

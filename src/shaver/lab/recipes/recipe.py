@@ -9,7 +9,9 @@ from typing import Any
 from shaver.naming import check_name
 
 SCALES = ("cpu", "paper")
-METHODS = ("map", "spam", "l1")
+#: Methods of other papers that decide themselves how much they remove, see :mod:`shaver.lab.run.rivals`.
+RIVALS = ("vd", "l0")
+METHODS = ("map", "spam", "l1", *RIVALS)
 PRIORS = ("parameter", "unit", "layer", "scalar")
 #: Structure and source of SpaM's curvature. Diagonal MC and EF come from training's own passes at ``cpu`` scale;
 #: the others, and all at ``paper`` scale, are estimated between epochs.
@@ -80,6 +82,7 @@ class Task:
         scored: Training texts that are seen by SNIP, GraSP and a curvature estimate after training.
         spam: Further options of SpaM, for trainings much shorter or longer than those its defaults are made for.
         own: Settings of the recipe that are different for this task: ``methods``, ``priors``, ``seeds``, ``stages``.
+        online: Further options of :class:`shaver.pruning.Online`, for pruning while training.
     """
 
     name: str
@@ -106,6 +109,7 @@ class Task:
     scored: int = 512
     spam: dict[str, Any] = field(default_factory=dict, hash=False)
     own: dict[str, Any] = field(default_factory=dict, hash=False)
+    online: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name("scale", self.scale, SCALES)
@@ -133,7 +137,8 @@ class Recipe:
         paper: The tables and figures of the paper that it stands for.
         scale: ``"cpu"`` or ``"paper"``.
         tasks: The networks and data.
-        methods: How they are trained: ``"map"``, ``"spam"``, ``"l1"``.
+        methods: How they are trained: ``"map"``, ``"spam"``, ``"l1"``, or a rival: ``"vd"`` (sparse variational
+            dropout), ``"l0"`` (hard concrete gates). Rivals are for the online stage.
         priors: SpaM's priors.
         curvatures: SpaM's curvatures, see :data:`CURVATURES`.
         seeds: How many seeds, from ``first_seed`` on.
@@ -171,6 +176,8 @@ class Recipe:
             )
         if not self.tasks or not self.stages:
             raise ValueError(f"recipe {self.name!r} needs at least one task and one stage.")
+        if set(RIVALS) & set(self.methods) and {stage.name for stage in self.stages} != {"online"}:
+            raise ValueError(f"recipe {self.name!r}: {', '.join(RIVALS)} prune while they train; use stage 'online'.")
         if "l1" in self.methods and any(task.length for task in self.tasks):
             raise ValueError(f"recipe {self.name!r} trains language models, which is done by map and spam, not by l1.")
 

@@ -14,6 +14,8 @@ _TITLES = {
     "demo-digits": "Digits, small CNN",
     "fcn-cancer": "FCN on breast cancer",
     "fcn-mnist": "FCN on MNIST",
+    "lenet-300-100": "LeNet-300-100 on MNIST",
+    "lenet-caffe": "LeNet-5-Caffe on MNIST",
     "lenet-mnist": "LeNet on MNIST",
     "lenet-fashion": "LeNet on FashionMNIST",
     "lenet-cifar10": "LeNet on CIFAR-10",
@@ -30,6 +32,7 @@ _TITLES = {
 }
 _CANCER = {"name": "fcn", "inputs": 30, "hidden": [100, 100], "classes": 2}
 _FCN = {"name": "fcn", "inputs": 784, "hidden": [256], "classes": 10}
+_LENET_300_100 = {"name": "fcn", "inputs": 784, "hidden": [300, 100], "classes": 10}
 _LENET = {"name": "lenet", "image_size": 28, "channels": 1}
 _LENET32 = {"name": "lenet", "image_size": 32, "channels": 3}
 _MIXER = {"name": "mixer", "depth": 2}
@@ -44,6 +47,10 @@ _SHORT: dict[str, Any] = {
     "spam": {"proximal": FINE_TUNING.proximal, "shrink": FINE_TUNING.shrink, "every": 5, "update": 20},
     "scored": 64,
 }
+
+
+#: All the way to the final network in one training: weights and biases leave until 70 % of it, and so does δ change.
+_ALL_THE_WAY: dict[str, Any] = {"spam": {"freeze": 0.7}, "online": {"biases": True, "end": 0.7}, "source": "mc"}
 
 
 def _paper(name: str, network: dict[str, Any], data: str, epochs: int, **settings: Any) -> Task:
@@ -63,6 +70,15 @@ _ALL = (
         for name, network, data, epochs, size, lr, seconds in (
             ("demo-cancer", _CANCER, "cancer", 100, 32, 0.1, 0.03),
             ("demo-digits", {"name": "digits_cnn"}, "digits", 40, 64, 0.05, 0.2),
+        )
+    ),
+    *(
+        Task(name, _TITLES[name], scale, "", network, "mnist", epochs, lr=lr, epoch_seconds=seconds, pass_seconds=0.5,
+             **_ALL_THE_WAY)
+        for scale in SCALES
+        for name, network, epochs, lr, seconds in (
+            ("lenet-300-100", _LENET_300_100, 30, 0.1, 3.5),
+            ("lenet-caffe", {"name": "lenet_caffe"}, 15, 0.05, 24.0),
         )
     ),
     _paper("fcn-cancer", _CANCER, "cancer", 50, batch_size=64, optimizer="adam", lr=1e-3),

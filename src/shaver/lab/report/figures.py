@@ -29,8 +29,14 @@ COLOURS = {
 }
 #: For anything else that is told apart by colour.
 CYCLE = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#332288", "#56b4e9", "#999999", "#661100")
-_DASHES: dict[str, Any] = {"map": (0, (4, 2)), "l1": (0, (1, 1.5)), "spam": "solid"}
-_METHOD_COLOURS = {"map": "#0072b2", "l1": "#009e73", "spam": "#d55e00"}
+_DASHES: dict[str, Any] = {
+    "map": (0, (4, 2)),
+    "l1": (0, (1, 1.5)),
+    "spam": "solid",
+    "vd": (0, (6, 1)),
+    "l0": (0, (3, 1, 1, 1)),
+}
+_METHOD_COLOURS = {"map": "#0072b2", "l1": "#009e73", "spam": "#d55e00", "vd": "#cc79a7", "l0": "#56b4e9"}
 _TICKS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 #: What a Pareto front is drawn over.
 COSTS = {"flops": "FLOPs", "bytes": "bytes", "latency_ms": "latency, ms"}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-METHOD_NAMES = {"map": "MAP", "l1": "L1", "spam": "SpaM"}
+METHOD_NAMES = {"map": "MAP", "l1": "L1", "spam": "SpaM", "vd": "Sparse VD", "l0": "L0"}
 CRITERION_NAMES = {
     "opd": "OPD",
     "obd": "OBD",
@@ -27,6 +27,7 @@ STAGE_NAMES = {
 NETWORK_NAMES = {
     "fcn": "FCN",
     "lenet": "LeNet",
+    "lenet_caffe": "LeNet-5-Caffe",
     "digits_cnn": "small CNN",
     "mixer": "MLP-Mixer",
     "resnet18": "ResNet-18",

@@ -13,13 +13,16 @@ from torch import nn
 
 import shaver.data
 import shaver.zoo
+from shaver.criteria import prunable
 from shaver.curvature import estimate
 from shaver.data import Batches, InMemory
 from shaver.evidence import Posterior
 from shaver.io import load_state, read_json, save_state, write_json
 from shaver.lab.recipes.grid import Training
 from shaver.lab.recipes.language import Reviews, build_network, load_reviews, warm_up
-from shaver.pruning import Online
+from shaver.lab.recipes.recipe import RIVALS
+from shaver.lab.run.rivals import train_rival
+from shaver.pruning import Masks, Online
 from shaver.training import History, Options, fit
 from shaver.training.lasso import search_l1
 
@@ -148,21 +151,25 @@ def _train(
     options = dict(training.fit)
     epochs, seed = options["epochs"], options["seed"]
     options["options"] = _prior(training, data)
+    schedule = options.pop("online", {})
     place = folder / _CHECKPOINTS
     facts: dict[str, Any] = {"code": code, "epochs": epochs}
     if options["method"] == "l1" and options["l1"] is None:
         options["l1"] = facts["l1"] = _coefficient(training, place / "search", report)
     model = build_network(**training.network, seed=seed)
-    history = fit(
-        model,
-        data.train,
-        data.test if training.curves else None,
-        online=None if training.online is None else Online(training.online),
-        folder=place / "run",
-        resume=resume,
-        logger=_Epochs(report, epochs),
-        **options,
-    )
+    if options["method"] in RIVALS:
+        history = _train_rival(training, model, data, _Epochs(report, epochs))
+    else:
+        history = fit(
+            model,
+            data.train,
+            data.test if training.curves else None,
+            online=None if training.online is None else Online(training.online, **schedule),
+            folder=place / "run",
+            resume=resume,
+            logger=_Epochs(report, epochs),
+            **options,
+        )
     report("curvature", epochs, epochs)
     began = time.perf_counter()
     posterior = _posterior(training, model, history, data)
@@ -176,8 +183,24 @@ def _train(
     posterior.save(folder / POSTERIOR)
     history.to_csv(folder / HISTORY)
     write_json(folder / _DONE, facts)
-    shutil.rmtree(place)  # the checkpoints are no longer needed
+    shutil.rmtree(place, ignore_errors=True)  # the checkpoints are no longer needed
     return facts
+
+
+def _train_rival(training: Training, model: nn.Module, data: shaver.data.Splits, logger: "_Epochs") -> History:
+    """Train by another paper's method; the masks are its zeros."""
+    options, history = training.fit, History()
+    clock = [time.perf_counter()]
+
+    def told(epoch: int, loss: float) -> None:
+        clock.append(time.perf_counter())
+        history.append({"epoch": epoch, "loss": loss, "seconds": clock[-1] - clock[-2]})
+        logger.log(history[-1], epoch)
+
+    batches = data.train.batches(options["batch_size"], shuffle=True, seed=options["seed"])
+    train_rival(options["method"], model, batches, epochs=options["epochs"], seed=options["seed"], told=told)
+    history.masks = Masks({name: weight.detach() != 0 for name, weight in prunable(model).items()})
+    return history
 
 
 def _prior(training: Training, data: shaver.data.Splits) -> Options:

@@ -41,7 +41,13 @@ _SHORT = {
     "accuracy": "accuracy", "nll": "negative log likelihood", "ece": "calibration error", "brier": "Brier score",
 }  # fmt: skip
 #: The methods in words a newcomer understands.
-_TRAINED = {"map": "MAP (weight decay)", "l1": "L1", "spam": "SpaM (learned prior)"}
+_TRAINED = {
+    "map": "MAP (weight decay)",
+    "l1": "L1",
+    "spam": "SpaM (learned prior)",
+    "vd": "Sparse VD",
+    "l0": "L0 gates",
+}
 
 
 @dataclass(frozen=True)
@@ -288,7 +294,7 @@ def _times(experiments: Sequence[Experiment]) -> str:
     trained, scored = training_times(experiments), scoring_times(experiments)
     out = []
     if trained.bars:
-        slots = {"map": 7, "l1": 2, "spam": 0}
+        slots = {"map": 7, "l1": 2, "spam": 0, "vd": 3, "l0": 4}
         rows = [(label, found, slots.get(kind, 8)) for label, found, kind in trained.bars]
         out.append(f"<h3>{escape(trained.title)}</h3>{bars(rows, trained.show)}")
     if scored.bars:
