@@ -435,8 +435,10 @@ def test_progress_tells_the_time_that_is_left_also_in_a_file(monkeypatch):
     cells = cells_of(recipe(seeds=2))
     console = Console(file=io.StringIO(), width=120)
     progress = Progress(console, recipe(seeds=2), cells)
-    progress._began -= 30
+    progress._began -= 40
     with progress:
+        progress.refresh()  # nothing has begun: this time does not count
+        progress._idle -= 30
         progress.set(cells[0], {"state": "done", "seconds": 20})
         progress.set(cells[1], {"state": "running", "note": "training, loss 0.1", "share": 0.2, "done": 1, "of": 3})
         progress.refresh()
@@ -444,7 +446,7 @@ def test_progress_tells_the_time_that_is_left_also_in_a_file(monkeypatch):
     lines = console.file.getvalue().splitlines()
     assert "1/4 tiny, map, seed 0, 0:20, about 1:30 left" in lines
     assert (
-        "1 of 4 cells done, 0:30, about 1:10 left; tiny, spam, parameter, diag mc, seed 0: training, loss 0.1" in lines
+        "1 of 4 cells done, 0:40, about 1:10 left; tiny, spam, parameter, diag mc, seed 0: training, loss 0.1" in lines
     )
 
 

@@ -53,7 +53,7 @@ def test_calibration_brings_the_outputs_nearer_at_the_same_sparsity(dense, optio
     repaired, after = pruned(dense, 0.7, calibration=batches(), **options)
     assert after.achieved == before.achieved
     assert loss(repaired, dense) < 0.5 * loss(plain, dense)
-    assert "repaired 3 weights" in str(after)
+    assert "repaired the weights of 3 layers" in str(after)
     assert before.repaired is None
 
 

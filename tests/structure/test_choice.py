@@ -25,7 +25,7 @@ def test_uniform_takes_the_same_share_of_each_group_and_the_lowest_scores():
     assert chosen.widths == {"0": (8, 2), "2": (12, 3)}
     assert chosen.kept["0"].tolist() == [False] * 6 + [True] * 2
     assert (chosen.requested, chosen.achieved) == (0.75, 0.75)
-    assert "requested 0.7500 less, achieved 0.7500 less" in str(chosen)
+    assert "requested 0.7500, achieved 0.7500" in str(chosen)
 
 
 def test_global_lets_widths_come_out_freely():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shaver.training import Options, fit
+from shaver.training import History, Options, fit
 from tests.training.problems import batches, blobs, identical, network, weights
 
 
@@ -310,3 +310,9 @@ def test_a_network_that_changes_its_input_leaves_the_user_s_batches_alone(method
     data, before = [(x[:12], y[:12]), (x[12:], y[12:])], x.clone()
     fit(InPlace(), data, data, method=method, epochs=2, progress=False)
     assert torch.equal(x, before)
+
+
+def test_a_printed_history_is_one_line_about_the_last_epoch():
+    rows = [{"epoch": e, "loss": 1 / e, "lr": 0.1, "seconds": 2.0} for e in (1, 2)]
+    assert str(History(rows)) == "2 epochs in 4 s; the last one: loss 0.5"
+    assert str(History()) == "no epochs"

@@ -63,7 +63,7 @@ class DemoOptions:
         out: Folder for the results. What an earlier call has finished in it is not done again.
         seed: First seed. The same seed gives the same numbers.
         repeats: Number of seeds to average over.
-        epochs: Passes over the data, instead of each network's own number; 1 is a quick look.
+        epochs: Passes over the data, instead of each network's own number. 1 is a quick try.
         processes: Networks that train at the same time, one thread each.
     """
 
@@ -176,39 +176,46 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Which network, what it is scored with and measured on, and where the result goes.
+    """Which network, how much to remove, the data to measure it on, and where the result goes.
 
     Attributes:
-        checkpoint: The trained network: a folder or checkpoint of shaver.fit, a network of a demo's models/ folder, a
+        checkpoint: The trained network: a folder or checkpoint of shaver.fit, a network in a demo's models/ folder, a
             folder of shaver.save, a safetensors file, or a PyTorch file that holds nothing but a state dict.
-        data: Data to measure on, and for the criteria that need data: cancer, digits, mnist, fashion, cifar10,
-            cifar100, or package.module:function, which returns an object with .train, .test and perhaps .valid,
-            each a list of batches or a DataLoader. Without data, accuracy is not measured.
-        data_seed: The seed with which the data were split for training (shaver.data.load). With another seed, test
-            samples may have been trained on.
-        samples: Use only this many training samples for scores and curvature.
-        factory: How to build the network, as package.module:function; the function takes no arguments. A network of
-            shaver's zoo that shaver saved needs none, any other does: --factory shaver.zoo:LeNet.
-        input_shape: The shape of one input, such as 1 28 28, for FLOPs, latency and synflow where there are no data.
-        likelihood: What the outputs mean; if left out, what the run was trained with, or classification.
-        repair: With --data, let the remaining weights make up for the removed ones, from training inputs without their
-            labels; --no-repair leaves them as they are.
-        prior_precision: δ for a posterior estimated after training, instead of one per layer chosen by the evidence.
-        seed: Seed of the random criterion and of the choice of --samples.
+        sparsity: The share to remove.
+        data: Data to measure on, and for criteria that need data: cancer, digits, mnist, fashion, cifar10, cifar100, or
+            package.module:function. The function returns an object with .train, .test and optionally .valid, each a
+            list of batches or a DataLoader. Without data, accuracy is not measured.
         out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written.
+        criterion: How weights are ranked: opd (the default), obd, magnitude, snip, grasp, synflow, wanda or random.
+            opd and obd use the posterior of a SpaM run, or estimate one from the data; snip, grasp and wanda need data,
+            synflow needs data or an input shape; magnitude and random need nothing. Units are ranked by the sum over
+            their weights.
+        repair: Adjust the remaining weights to make up for the removed ones. Needs data; uses training inputs without
+            their labels.
+        factory: How to build the network: package.module:function, a function without arguments, such as
+            shaver.zoo:LeNet. Not needed for networks of shaver's zoo that shaver saved.
+        input_shape: The shape of one input, such as 1 28 28, for FLOPs, latency and synflow if there are no data.
+        likelihood: What the outputs mean. Default: that of the training run, or classification.
+        data_seed: The seed of shaver.data.load with which the data were split for training. With another seed, the test
+            data may contain training samples.
+        samples: Use only this many training samples for scores and curvature.
+        prior_precision: δ for a posterior estimated after training. Default: one per layer, chosen by the evidence.
+        seed: Seed of the random criterion and of the choice of samples.
     """
 
     checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
+    sparsity: Annotated[float | Literal["auto"] | None, _SHARE_OR_AUTO, _NO_DEFAULT] = None
     data: Annotated[str | None, _text("NAME")] = None
-    data_seed: Annotated[int, _WHOLE] = 0
-    samples: Annotated[int | None, _WHOLE, _NO_DEFAULT] = None
+    out: Annotated[Path | None, _text("FOLDER")] = None
+    criterion: Annotated[str | None, _text("NAME")] = None
+    repair: bool = True
     factory: Annotated[str | None, _text("MODULE:FUNCTION")] = None
     input_shape: Annotated[tuple[int, ...], _SIZES, _NO_DEFAULT] = ()
     likelihood: Annotated[Literal["classification", "regression"] | None, _text("classification|regression")] = None
-    repair: bool = True
+    data_seed: Annotated[int, _WHOLE] = 0
+    samples: Annotated[int | None, _WHOLE, _NO_DEFAULT] = None
     prior_precision: Annotated[float | None, _NUMBER, _NO_DEFAULT] = None
     seed: Annotated[int, _WHOLE] = 0
-    out: Annotated[Path | None, _text("FOLDER")] = None
 
 
 @dataclass(frozen=True)
@@ -216,23 +223,18 @@ class PruneOptions(NetworkOptions):
     """What to prune, how, how much, and what to measure it on.
 
     Attributes:
-        criterion: How weights are ranked: opd (the default), obd, magnitude, snip, grasp, synflow, wanda or random.
-            opd and obd read the posterior of a SpaM run, or estimate one with --data; snip, grasp and wanda need
-            --data, synflow --data or --input-shape; magnitude and random need nothing.
         sparsity: The share of weights to remove, such as 0.95; or auto: every weight that the evidence does not need.
         max_drop: Instead of a sparsity: remove as much as costs at most this share of validation accuracy (0.01 is
-            one point). Needs --data, and samples that were not trained on: see --valid-fraction. --sparsity is then
-            the most to try.
+            one point). Needs data, and samples that were not trained on: see valid-fraction. A sparsity is then the
+            highest to try.
         scope: global ranks all weights together, layer removes the same share of each layer, 2:4 (or another N:M)
             keeps N of each M weights in a row.
-        valid_fraction: The share of the training data that training held out (the valid_fraction of shaver.data.load);
-            --max-drop measures on it. Not needed for data of your own that have .valid.
+        valid_fraction: The share of the training data that training held out (valid_fraction of shaver.data.load), on
+            which max-drop measures. Not needed for data of your own that have .valid.
         cap: No layer loses more than this share of its weights.
         minimum: Each layer keeps at least this many weights.
     """
 
-    criterion: Annotated[str | None, _text("NAME")] = None
-    sparsity: Annotated[float | Literal["auto"] | None, _SHARE_OR_AUTO, _NO_DEFAULT] = None
     max_drop: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
     scope: Annotated[str, tyro.conf.arg(metavar="global|layer|N:M")] = "global"
     valid_fraction: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
@@ -247,21 +249,19 @@ class CompactOptions(NetworkOptions):
     Attributes:
         sparsity: The share of the target to remove, such as 0.8. Without it, only units that do nothing are removed,
             such as those that were pruned during training.
-        target: What it is a share of: units (channels, hidden units, heads), parameters, flops or measured latency.
-        criterion: How units are ranked, by the sum over all weights that belong to them: opd (the default), obd,
-            magnitude, snip, grasp, synflow, wanda or random; each needs the same as for shaver prune.
+        target: What the sparsity is a share of: units (channels, hidden units, heads), parameters, flops or measured
+            latency.
         spread: uniform removes the same share of each layer; global ranks the units of all layers together.
-        round_to: Make widths multiples of this, as hardware likes: 8, for example.
+        round_to: Round widths to multiples of this number; many processors are fastest with multiples of 8.
         min_units: Each layer keeps at least this many units.
         residual: Also remove channels of residual streams, which all blocks of a stage share.
-        finetune: Train the small network for this many epochs afterwards, by MAP with a cosine schedule; needs --data.
-        lr: Learning rate of --finetune.
-        batch_size: Batch size of --finetune.
+        finetune: Train the small network for this many epochs afterwards, by MAP with a cosine schedule; needs data.
+        lr: Learning rate of the fine-tuning.
+        batch_size: Batch size of the fine-tuning.
     """
 
     sparsity: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
     target: Literal["units", "parameters", "flops", "latency"] = "units"
-    criterion: Annotated[str | None, _text("NAME")] = None
     spread: Literal["uniform", "global"] = "uniform"
     round_to: Annotated[int, _WHOLE] = 1
     min_units: Annotated[int, _WHOLE] = 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shaver.data
 from shaver import criteria
 from shaver.batches import batch_size_of
-from shaver.commands.options import CompactOptions, NetworkOptions, PruneOptions
+from shaver.commands.options import NetworkOptions, PruneOptions
 from shaver.curvature import estimate
 from shaver.evidence import Posterior, fit_prior
 from shaver.files import TrainedNetwork, load_trained
@@ -84,7 +84,7 @@ class Subject:
         return None if self.data is None else self.data.test.batches
 
 
-def prepare(options: PruneOptions | CompactOptions, *, valid_fraction: float = 0.0) -> Subject:
+def prepare(options: NetworkOptions, *, valid_fraction: float = 0.0) -> Subject:
     """Check the options that need nothing else, then read the network and the data, and see that they fit.
 
     Args:
@@ -139,7 +139,7 @@ def check_held_out(options: PruneOptions) -> None:
         )
 
 
-def criterion_of(options: PruneOptions | CompactOptions) -> str:
+def criterion_of(options: NetworkOptions) -> str:
     """The criterion's name, after the modules that the options name are imported: they may register one."""
     for option, spec in (("--factory", options.factory), ("--data", options.data)):
         if spec is not None and ":" in spec:

@@ -98,7 +98,10 @@ class Pruned:
             rows.append(f"validation quality {self.quality_before:.4f} before, {self.quality_after:.4f} after")
         if self.repaired is not None:
             unrepaired = self.repaired.unrepaired
-            rows.append(f"repaired {len(self.repaired.layers)} weights" + ("; not repaired:" if unrepaired else ""))
+            rows.append(
+                f"repaired the weights of {len(self.repaired.layers)} layers"
+                + ("; not repaired:" if unrepaired else "")
+            )
             rows += [f"  {name}: {reason}" for name, reason in unrepaired.items()]
         return "\n".join(rows)
 

@@ -53,8 +53,8 @@ class Choice:
         lines += [f"{n:<{width}}  {b:>6}  {a:>6}  {1 - a / b:8.4f}" for n, (b, a) in self.widths.items()]
         before, after = (sum(column) for column in zip(*self.widths.values(), strict=True))
         lines.append(f"{'all':<{width}}  {before:>6}  {after:>6}  {1 - after / before:8.4f}")
-        asked = "" if self.requested is None else f"requested {self.requested:.4f} less, "
-        lines.append(f"{self.target}: {asked}achieved {self.achieved:.4f} less")
+        asked = "units that do nothing" if self.requested is None else f"requested {self.requested:.4f}"
+        lines.append(f"share of {self.target} removed: {asked}, achieved {self.achieved:.4f}")
         return "\n".join(lines)
 
 

@@ -40,6 +40,14 @@ class History(list[dict[str, Any]]):
     posterior: "Posterior | None" = None
     masks: "Masks | None" = None
 
+    def __str__(self) -> str:
+        if not self:
+            return "no epochs"
+        last = ", ".join(
+            f"{name} {value:.4g}" for name, value in self[-1].items() if name not in ("epoch", "lr", "seconds")
+        )
+        return f"{len(self)} epochs in {sum(self.column('seconds')):.0f} s; the last one: {last}"
+
     @property
     def dead(self) -> bool:
         """Whether the network ended without learning: its outputs do not depend on its input."""

@@ -188,15 +188,26 @@ def _digest(value: object) -> str:
 
 def expected_seconds(recipe: Recipe, cores: int = 2) -> float | None:
     """Wall time with nothing done before; ``None`` where a task was never timed."""
+    seconds = seconds_by_cell(recipe)
+    return None if seconds is None else (len(seconds) * _START + sum(seconds.values())) / cores
+
+
+def seconds_by_cell(recipe: Recipe) -> dict[str, float] | None:
+    """Key of a cell → its expected time on one core; ``None`` where a task was never timed.
+
+    Of cells that share a trained network, the first one trains it.
+    """
     tasks = {task.name: task for task in recipe.tasks}
     if not all(task.epoch_seconds for task in recipe.tasks):
         return None
-    trainings: dict[str, float] = {}
-    total = 0.0
+    trained: set[str] = set()
+    seconds = {}
     for cell in cells_of(recipe):
-        trainings[cell.training.key] = _training_seconds(cell, tasks[cell.task])
-        total += _START + _evaluation_seconds(cell, tasks[cell.task])
-    return (total + sum(trainings.values())) / cores
+        task = tasks[cell.task]
+        training = 0.0 if cell.training.key in trained else _training_seconds(cell, task)
+        seconds[cell.key] = training + _evaluation_seconds(cell, task)
+        trained.add(cell.training.key)
+    return seconds
 
 
 def _training_seconds(cell: Cell, task: Task) -> float:

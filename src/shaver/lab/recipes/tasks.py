@@ -68,7 +68,7 @@ _ALL = (
              epoch_seconds=seconds, pass_seconds=0.01)
         for scale in SCALES
         for name, network, data, epochs, size, lr, seconds in (
-            ("demo-cancer", _CANCER, "cancer", 100, 32, 0.1, 0.03),
+            ("demo-cancer", _CANCER, "cancer", 50, 32, 0.1, 0.03),
             ("demo-digits", {"name": "digits_cnn"}, "digits", 40, 64, 0.05, 0.2),
         )
     ),

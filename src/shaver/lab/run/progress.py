@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from shaver.lab.recipes.grid import Cell
+from shaver.lab.recipes.grid import Cell, seconds_by_cell
 from shaver.lab.recipes.recipe import Recipe
 
 #: How many finished cells are shown besides the running ones.
@@ -29,7 +29,8 @@ class Progress:
         self._status: dict[str, dict[str, Any]] = {}
         self._over: list[Cell] = []
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self._began = self._said = time.monotonic()
+        self._weights = seconds_by_cell(recipe) or {}
+        self._began = self._said = self._idle = time.monotonic()
 
     def __enter__(self) -> "Progress":
         earlier = sum(bool(status.get("earlier")) for status in self._status.values())
@@ -58,6 +59,8 @@ class Progress:
 
     def refresh(self) -> None:
         """Draw the table again; outside a terminal, print a line if none was printed for a while."""
+        if self.share_done() == 0:
+            self._idle = time.monotonic()
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
         elif time.monotonic() - self._said >= _SECONDS:
@@ -66,12 +69,13 @@ class Progress:
 
     def share_done(self) -> float:
         """The share of this call's work that is done; cells that were done earlier do not count."""
-        shares = [
-            1.0 if status.get("state") in ("done", "failed") else float(status.get("share", 0.0))
-            for status in map(self._of, self._cells)
-            if not status.get("earlier")
-        ]
-        return sum(shares) / len(shares) if shares else 1.0
+        done = total = 0.0
+        for cell in self._cells:
+            status, weight = self._of(cell), self._weights.get(cell.key, 1.0)
+            if not status.get("earlier"):
+                over = status.get("state") in ("done", "failed")
+                done, total = done + weight * (1.0 if over else float(status.get("share", 0.0))), total + weight
+        return done / total if total else 1.0
 
     def _of(self, cell: Cell) -> dict[str, Any]:
         return self._status.get(cell.key, {})
@@ -117,11 +121,11 @@ class Progress:
         return f"{over} of {len(self._cells)} cells done{failed}, {elapsed}{self._left()}"
 
     def _left(self) -> str:
-        """The time left, as far as the work so far tells."""
+        """The time left at the pace since work began: starting processes says nothing about it."""
         share = self.share_done()
         if not 0.02 < share < 1:
             return ""
-        return f", about {_duration((time.monotonic() - self._began) * (1 - share) / share)} left"
+        return f", about {_duration((time.monotonic() - self._idle) * (1 - share) / share)} left"
 
 
 def first_line(text: str) -> str:
