@@ -41,7 +41,13 @@ def prune(options: Annotated[PruneOptions, tyro.conf.arg(name="")]) -> None:
     Example: `shaver prune runs/lenet --sparsity 0.95 --data mnist --out small`. The network can come from shaver.fit,
     from the demo (`shaver prune runs/demo/models/digits-spam-0.safetensors --sparsity auto --data digits`), or from
     anywhere, as a state dict and a function that builds it (`--factory`). The file given is never changed.
+    A causal language model: `shaver prune MODEL_FOLDER --calibration text.txt --sparsity 0.5 --out sparse`.
     """
+    if options.calibration is not None:
+        from shaver.commands.language_model import run_language_model
+
+        run_language_model(options, Console())
+        return
     from shaver.commands.prune import run_prune
 
     run_prune(options, Console())

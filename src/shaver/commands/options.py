@@ -233,6 +233,12 @@ class PruneOptions(NetworkOptions):
             which max-drop measures. Not needed for data of your own that have .valid.
         cap: No layer loses more than this share of its weights.
         minimum: Each layer keeps at least this many weights.
+        calibration: For a causal language model, with CHECKPOINT a folder of the transformers library: text that the
+            model reads while it is pruned block by block. A text file, a parquet file, or token ids (.npy or
+            .safetensors). --sparsity is then the share of each matrix, and --criterion opd, wanda or magnitude.
+        windows: How many windows of the calibration text are read.
+        length: Tokens per window.
+        column: The column of a parquet file.
     """
 
     max_drop: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
@@ -240,6 +246,10 @@ class PruneOptions(NetworkOptions):
     valid_fraction: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
     cap: Annotated[float, _SHARE] = 1.0
     minimum: Annotated[int, _WHOLE] = 0
+    calibration: Annotated[Path | None, _text("FILE")] = None
+    windows: Annotated[int, _WHOLE] = 64
+    length: Annotated[int, _WHOLE] = 512
+    column: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def prune(
         raise ValueError(f"{type(model).__name__} has no prunable weights.")
     if (valid is None) != (max_drop is None):
         raise ValueError("max_drop needs validation data, valid=…, and valid is only used with max_drop=….")
-    if scope not in ("global", "layer") and _pattern(scope) is None:
+    if scope not in ("global", "layer") and pattern_of(scope) is None:
         raise ValueError(f"unknown scope {scope!r}. Valid: 'global', 'layer', or N:M such as '2:4'.")
     worth = None if posterior is None else weigh(model, posterior, names)
     limits = Limits(scope, cap, minimum)
@@ -176,7 +176,7 @@ def prune(
     if calibration is not None:
         rounds = Rounds(model, calibration, limits.ranking, forward=forward)
     with nullcontext() if rounds is None else rounds:
-        if (pattern := _pattern(scope)) is not None:
+        if (pattern := pattern_of(scope)) is not None:
             requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, pattern, limits, max_drop)
         elif max_drop is not None and valid is not None:
             quality = valid if callable(valid) else accuracy_on(valid, forward, targets)
@@ -249,7 +249,8 @@ class Limits:
         return Ranking(scores, scope=self.scope, cap=self.cap, minimum=self.minimum)
 
 
-def _pattern(scope: object) -> tuple[int, int] | None:
+def pattern_of(scope: object) -> tuple[int, int] | None:
+    """N and M of a scope such as ``"2:4"``; ``None`` for another scope."""
     found = re.fullmatch(r"(\d+):(\d+)", scope) if isinstance(scope, str) else None
     return None if found is None else (int(found[1]), int(found[2]))
 

@@ -1,0 +1,85 @@
+"""``shaver prune MODEL_FOLDER --calibration text.txt``: a causal language model, pruned block by block."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from shaver.commands.options import PruneOptions
+from shaver.integrations.model_folder import PrunedFolder, prune_folder
+from shaver.integrations.oneshot import OneShot
+from shaver.pruning.pruned import pattern_of
+
+_UNUSED = ("data", "samples", "factory", "input_shape", "likelihood", "prior_precision", "max_drop", "valid_fraction")
+
+
+def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
+    """Prune a model folder as the options say, and show what came of it.
+
+    Raises:
+        ValueError: An option does not apply, or model and text do not fit; nothing is written then.
+        OSError: A file cannot be read or written.
+    """
+    assert options.calibration is not None
+    given = [name for name in _UNUSED if getattr(options, name) not in (None, ())]
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{named} does not apply to a language model with --calibration; leave it out.")
+    if options.sparsity == "auto":
+        raise ValueError("--sparsity auto needs a network trained with SpaM; give a share such as --sparsity 0.5.")
+    pattern = pattern_of(options.scope)
+    if pattern is None and options.scope not in ("global", "layer"):
+        raise ValueError(f"unknown scope {options.scope!r}. Valid: layer, or N:M such as 2:4.")
+    if (options.sparsity is None) == (pattern is None):
+        raise ValueError("say how much to remove: either --sparsity 0.5 or --scope 2:4.")
+    settings = OneShot(
+        sparsity=options.sparsity,
+        pattern=pattern,
+        criterion=options.criterion or "opd",  # type: ignore[arg-type]
+        repair=options.repair,
+    )
+    folder = options.checkpoint
+    out = options.out or Path(f"{folder.resolve().name}-pruned")
+    columns = (TextColumn("blocks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("blocks", total=None)
+        pruned = prune_folder(
+            folder,
+            out,
+            options.calibration,
+            settings,
+            windows=options.windows,
+            length=options.length,
+            column=options.column,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    console.print(_table(pruned))
+    if pruned.resumed:
+        console.print(f"{pruned.resumed} blocks had been finished by an interrupted call.", highlight=False)
+    console.print(
+        f"{pruned.sparsity:.2%} of the weights of {len(pruned.matrices)} matrices removed, calibrated with "
+        f"{pruned.windows[0]} windows of {pruned.windows[1]} tokens.\n"
+        f"Written to {out}; AutoModelForCausalLM.from_pretrained opens it.",
+        highlight=False,
+        markup=False,
+    )
+    return pruned
+
+
+def _table(pruned: PrunedFolder) -> Table:
+    """One line per kind of matrix, over all blocks."""
+    table = Table("matrix", box=None)
+    for title in ("blocks", "weights", "kept", "output error, %"):
+        table.add_column(title, justify="right")
+    kinds: dict[str, list[int]] = {}
+    for place, row in enumerate(pruned.matrices):
+        parts = row.name.removesuffix(".weight").split(".")
+        number = max(i for i, part in enumerate(parts) if part.isdigit())
+        kinds.setdefault(".".join(parts[number + 1 :]), []).append(place)
+    for kind, places in kinds.items():
+        rows = [pruned.matrices[place] for place in places]
+        error = 100 * sum(row.error for row in rows) / len(rows)
+        weights, kept = sum(row.weights for row in rows), sum(row.kept for row in rows)
+        table.add_row(kind, str(len(rows)), f"{weights:,}", f"{kept:,}", f"{error:.2f}")
+    return table

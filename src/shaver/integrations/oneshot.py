@@ -1,0 +1,254 @@
+"""One-shot pruning of a causal language model, block by block, without labels, gradients or training.
+
+    report = prune_blocks(model, windows, OneShot(sparsity=0.5))
+
+Only one block is in work at a time, in float32. The hidden states of all windows are kept between blocks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from shaver.integrations.block_moments import Stage, StageMoments, find_stages, matrix, stage_moments
+from shaver.integrations.causal_blocks import BlockChain, find_blocks
+from shaver.measure.evaluating import evaluating
+from shaver.naming import check_name
+from shaver.pruning.ranking import check_sparsity
+from shaver.repairing.conditional import conjugate_gradients
+from shaver.repairing.sweep import inverse_factor, sweep
+
+Criterion = Literal["opd", "wanda", "magnitude"]
+#: Windows that are passed through a block together.
+BATCH = 4
+#: Steps of conjugate gradients after the masks are chosen. On four layers of SmolLM2-135M at 50 %, 8, 20 and 100 steps
+#: left 78, 77 and 76 % of SparseGPT's squared error.
+STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneShot:
+    """What is removed from every weight matrix of every block, by which score, and whether the rest makes up for it.
+
+    Attributes:
+        sparsity: The share of weights to remove from each matrix.
+        pattern: Instead of a share: ``(2, 4)`` keeps two of every four neighbours in a row.
+        criterion: ``"opd"``: the posterior damage, that is, the cost of a removal after the rest of the row has made up
+            for it. ``"wanda"``: the size of a weight times the norm of its input, within each row. ``"magnitude"``.
+        repair: Move the remaining weights to their conditional mean.
+        damping: How strongly weights are held near the dense ones, as a share of the mean squared input.
+        dense_target: Fit the outputs of the dense model, instead of what the dense weights give on the pruned model's
+            hidden states. It takes about twice the time.
+    """
+
+    sparsity: float | None = None
+    pattern: tuple[int, int] | None = None
+    criterion: Criterion = "opd"
+    repair: bool = True
+    damping: float = 0.01
+    dense_target: bool = False
+
+    def __post_init__(self) -> None:
+        check_name("criterion", self.criterion, get_args(Criterion))
+        if (self.sparsity is None) == (self.pattern is None):
+            raise ValueError("say how much to remove: either sparsity=0.5 or pattern=(2, 4).")
+        if self.sparsity is not None:
+            check_sparsity(self.sparsity)
+        if self.pattern is not None and not 0 < self.pattern[0] <= self.pattern[1]:
+            raise ValueError(f"pattern is (n, m) with 0 < n <= m, such as (2, 4), not {self.pattern!r}.")
+        if not self.damping > 0:
+            raise ValueError(f"damping is a share of the mean squared input, above 0, not {self.damping!r}.")
+
+
+@dataclass(frozen=True)
+class PrunedMatrix:
+    """One weight matrix after pruning.
+
+    Attributes:
+        name: The parameter's name in the model.
+        weights: How many it has.
+        kept: How many are not removed.
+        error: Squared error of the outputs as a share of the target's square.
+    """
+
+    name: str
+    weights: int
+    kept: int
+    error: float
+
+
+Store = Callable[[int, nn.Module, list[PrunedMatrix]], None]
+Restore = Callable[[int, nn.Module], list[PrunedMatrix] | None]
+
+
+def prune_blocks(
+    model: nn.Module,
+    windows: Tensor,
+    settings: OneShot,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    store: Store | None = None,
+    restore: Restore | None = None,
+) -> list[PrunedMatrix]:
+    """Prune the blocks of a causal model of the transformers library in their order; the model is changed in place.
+
+    Each block reads what the pruned blocks before it give. Embeddings, norms, biases and the output layer stay.
+
+    Example:
+        >>> from shaver.integrations.oneshot import OneShot, prune_blocks
+        >>> windows = torch.tensor(tokenizer(text)["input_ids"])[: 64 * 512].reshape(64, 512)
+        >>> prune_blocks(model, windows, OneShot(pattern=(2, 4)))
+        >>> model.save_pretrained("sparse")
+
+    Args:
+        model: In float32, bfloat16 or float16; the work is done in float32.
+        windows: Token ids, ``(windows, length)``. 64 windows of 512 tokens are useful.
+        settings: What is removed, and how.
+        progress: ``progress(done, total)`` is called after each block.
+        store: Called with number, block and its report after each block, to keep what is finished.
+        restore: Called with number and block before each; loads a finished one and returns its report, else ``None``.
+
+    Returns:
+        One entry per weight matrix.
+
+    Raises:
+        ValueError: The windows do not fit the model, or it is of an unknown family. The message says what works.
+    """
+    check_windows(model, windows)
+    with evaluating(model), torch.no_grad():
+        chain = find_blocks(model)
+        found: list[PrunedMatrix] = []
+        for done, rows in enumerate(_pruned(chain, windows, settings, store, restore), 1):
+            found += rows
+            if progress is not None:
+                progress(done, len(chain))
+    return found
+
+
+def check_windows(model: nn.Module, windows: Tensor) -> None:
+    """Check that windows of tokens can be read by a model.
+
+    Raises:
+        ValueError: They are empty, of another shape or kind, too long, or hold tokens that the model does not have.
+    """
+    if windows.ndim != 2 or not windows.numel() or windows.is_floating_point():
+        raise ValueError(
+            f"windows are token ids of shape (windows, length), not {windows.dtype} of shape {tuple(windows.shape)}."
+        )
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
+    if not isinstance(table, nn.Embedding):
+        raise ValueError(f"{type(model).__name__} has no token embedding: it is not a language model.")
+    least, most = int(windows.min()), int(windows.max())
+    if least < 0 or most >= table.num_embeddings:
+        raise ValueError(
+            f"the calibration tokens go from {least} to {most}, but the model's vocabulary has {table.num_embeddings} "
+            "entries: they belong to another tokenizer."
+        )
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and windows.shape[1] > longest:
+        raise ValueError(f"windows of {windows.shape[1]} tokens are longer than the {longest} that the model can read.")
+
+
+def _pruned(
+    chain: BlockChain, windows: Tensor, settings: OneShot, store: Store | None, restore: Restore | None
+) -> Iterator[list[PrunedMatrix]]:
+    batches = [windows[start : start + BATCH] for start in range(0, len(windows), BATCH)]
+    by_shape = {batch.shape: chain.calls(batch) for batch in {batch.shape: batch for batch in batches}.values()}
+    hidden = [chain.entering(batch) for batch in batches]
+    is_dense = settings.dense_target and settings.repair
+    dense = [state.clone() for state in hidden] if is_dense else None
+    for number, block in enumerate(chain.blocks):
+        calls = [by_shape[batch.shape][number] for batch in batches]
+        before = deepcopy(block).float() if dense is not None else None
+        rows = None if restore is None else restore(number, block)
+        work = deepcopy(block).float()
+        if rows is not None:
+            for place, call in enumerate(calls):
+                hidden[place] = call(work, hidden[place])
+                if dense is not None and before is not None:
+                    dense[place] = call(before, dense[place])
+        else:
+            rows = []
+            stages = find_stages(work, by_shape[batches[0].shape][number], hidden[0])
+            if not stages:
+                raise ValueError(f"{chain.path}.{number} ({type(block).__name__}) has no linear layers to prune.")
+            with closing(stage_moments(work, stages, calls, hidden, dense)) as stops:
+                for stage, moments in stops:
+                    rows += _prune_stage(work, block, stage, moments, settings, f"{chain.path}.{number}")
+            if store is not None:
+                store(number, block, rows)
+        yield rows
+
+
+def _prune_stage(
+    work: nn.Module, block: nn.Module, stage: Stage, moments: StageMoments, settings: OneShot, place: str
+) -> list[PrunedMatrix]:
+    rows = []
+    second = (moments.second / moments.rows).float()
+    cross = second if moments.cross is moments.second else (moments.cross / moments.rows).float()
+    for path in stage.paths:
+        own = block.get_submodule(path)
+        weight = matrix(work.get_submodule(path))
+        right = mean = None
+        if cross is not second:
+            right = weight @ cross
+            if path in moments.drift:
+                right = right + (moments.drift[path] / moments.rows).float()
+        mean, solved, kept = _solved(weight, second, right, settings)
+        final = (solved * kept).to(matrix(own).dtype)
+        off = final.float() - mean
+        error = float(((off @ second) * off).sum() / ((mean @ second) * mean).sum().clamp_min(1e-30))
+        weight.copy_(final)
+        matrix(own).copy_(final)
+        rows.append(PrunedMatrix(f"{place}.{path}.weight", kept.numel(), int(kept.sum()), error))
+    return rows
+
+
+def _solved(weight: Tensor, second: Tensor, right: Tensor | None, settings: OneShot) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one matrix: the posterior mean before the removal, the weights after it, and which are kept."""
+    ridge = settings.damping * (float(second.diagonal().mean()) or 1.0)
+    damping = torch.full_like(second[0], ridge)
+    target = (weight @ second if right is None else right) + ridge * weight
+    mean = weight
+    if right is not None:
+        upper = inverse_factor(second, damping)
+        mean = target @ upper.t() @ upper
+    if settings.repair and settings.criterion == "opd":
+        start, kept = sweep(
+            mean, second, sparsity=settings.sparsity, pattern=settings.pattern, damping=damping, refined=False
+        )
+    else:
+        kept = choose(scores(mean, second, ridge, settings.criterion), settings)
+        start = mean
+    if not settings.repair:
+        return mean, mean, kept
+    return mean, conjugate_gradients(second, target, kept, start, damping, steps=STEPS), kept
+
+
+def scores(weight: Tensor, second: Tensor, ridge: float, criterion: Criterion) -> Tensor:
+    """What each weight is ranked by."""
+    if criterion == "magnitude":
+        return weight.abs()
+    squares = second.diagonal()
+    return weight.square() * (squares + ridge) if criterion == "opd" else weight.abs() * squares.sqrt()
+
+
+def choose(ranked: Tensor, settings: OneShot) -> Tensor:
+    """What is kept: N of every M in a row, or the best of the matrix (magnitude) or of each row."""
+    if settings.pattern is not None:
+        n, m = settings.pattern
+        kept = torch.zeros_like(ranked, dtype=torch.bool)
+        for start in range(0, ranked.shape[1], m):
+            part = ranked[:, start : start + m]
+            best = part.topk(-(-part.shape[1] * n // m), 1).indices  # the last group may be shorter
+            kept[:, start : start + m].scatter_(1, best, True)
+        return kept
+    assert settings.sparsity is not None
+    rows = ranked.reshape(1, -1) if settings.criterion == "magnitude" else ranked
+    count = round(settings.sparsity * rows.shape[1])
+    removed = rows.argsort(dim=1, stable=True)[:, :count]
+    return torch.ones_like(rows, dtype=torch.bool).scatter_(1, removed, False).reshape(ranked.shape)
