@@ -14,6 +14,8 @@ from shaver.repairing.views import input_rows, output_rows
 
 #: Rows of inputs per layer beyond which a convolution's positions are thinned out.
 ROWS = 50_000
+#: Entries of a layer's inputs up to which they are kept for a fit to what a ReLU lets through: 256 MB in float32.
+ENTRIES = 2**26
 
 
 @dataclass
@@ -25,12 +27,18 @@ class Moments:
         cross: Σ y xᵀ with the dense network's outputs y, ``(groups, outputs, inputs + 1)``.
         energy: Σ y² of each output.
         rows: How many rows were summed.
+        pairs: The rows themselves, x and y of each batch, where a ReLU takes the outputs and there are not too many.
     """
 
     second: Tensor
     cross: Tensor
     energy: Tensor
     rows: int
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def pairs_of(self, group: int) -> list[tuple[Tensor, Tensor]]:
+        """The rows of one group."""
+        return [(x[group], y[group]) for x, y in self.pairs]
 
     def error(self, weight: Tensor) -> Tensor:
         """Σ (y − W x)² of each output, ``(groups, outputs)``, for weights with the bias as their last column."""
@@ -57,6 +65,7 @@ class _Sums:
 
     tensors: list[Tensor] = field(default_factory=list)
     rows: int = 0
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, tensors: Sequence[Tensor], rows: int) -> None:
         self.tensors = [a + b for a, b in zip(self.tensors, tensors, strict=True)] if self.tensors else list(tensors)
@@ -120,7 +129,10 @@ def sequential_moments(
                     total.add(*_norm_sums(_at(stop, lane)))
                 else:
                     y = _at(stop, twin)
-                    total.add(*_site_sums(stop, n, _at(stop, lane), y))
+                    x = _at(stop, lane)
+                    total.add(*_site_sums(stop, n, x, y))
+                    if stop.rectified and x.numel() * len(batches) <= ENTRIES:
+                        total.pairs.append((_wide(x), _wide(y)))
             if stop in plan.stops[position + 1 :]:
                 continue
             if isinstance(stop, str):
@@ -128,7 +140,7 @@ def sequential_moments(
             else:
                 done = sums.pop(stop)
                 second, cross, energy = done.tensors
-                yield stop, Moments(second, cross, energy, done.rows)
+                yield stop, Moments(second, cross, energy, done.rows, done.pairs)
 
 
 def _at(stop: Site | str, lane: Lane) -> Tensor:

@@ -15,6 +15,7 @@ from shaver.repairing.calibration import calibration_list, call
 from shaver.repairing.conditional import conditional_mean
 from shaver.repairing.moments import Moments, Statistics, sequential_moments
 from shaver.repairing.norms import restored, set_statistics
+from shaver.repairing.rectified import rectified_error, rectified_fit, rectified_variance
 from shaver.repairing.sites import Site, find_sites, make_plan, norms_of, parameters_of
 
 #: Damping as a share of the mean squared input, where no posterior gives δ.
@@ -29,7 +30,8 @@ class RepairedLayer:
         name: The parameter's name.
         kept: The share of weights that is kept.
         before: Squared error of the layer's outputs against the dense network's before the repair, as a share of their
-            variance. The layers before it are repaired already.
+            variance. The layers before it are repaired already. Where a ReLU takes the outputs, both are those after
+            it.
         after: The same after it.
     """
 
@@ -174,18 +176,28 @@ class _Fitting:
         for group in range(groups):
             scale = moments.second[group].diagonal()[:-1].mean()
             ridge = self._ridge(site, group, moments.second[group]) + 1e-12 * scale + 1e-30
-            solved[group] = conditional_mean(
-                moments.second[group],
-                moments.cross[group],
-                torch.cat([kept[group], constant[group]], -1),
-                mean[group],
-                torch.cat([ridge, ridge.new_full((*ridge.shape[:-1], 1), float(scale * 1e-9 + 1e-30))], -1),
-            )
+            damping = torch.cat([ridge, ridge.new_full((*ridge.shape[:-1], 1), float(scale * 1e-9 + 1e-30))], -1)
+            second, free = moments.second[group], torch.cat([kept[group], constant[group]], -1)
+            solved[group] = conditional_mean(second, moments.cross[group], free, mean[group], damping)
+            if moments.pairs:
+                pairs = moments.pairs_of(group)
+                solved[group] = rectified_fit(pairs, second, solved[group], free, mean[group], damping)
         site.write(self.model, solved[..., :-1], solved[..., -1] if bias is not None else None)
-        variance = float(moments.variance.sum()) or 1.0
-        share = float(kept.double().mean())
-        errors = (float(moments.error(w).sum()) / variance for w in (before, solved))
-        self.layers.append(RepairedLayer(site.name, share, *errors))
+        before_after = self._errors(moments, before, solved)
+        self.layers.append(RepairedLayer(site.name, float(kept.double().mean()), *before_after))
+
+    @staticmethod
+    def _errors(moments: Moments, *weights: Tensor) -> tuple[float, ...]:
+        """Squared errors as shares of the outputs' variance; both after the ReLU, where one takes the outputs."""
+        if not moments.pairs:
+            variance = float(moments.variance.sum()) or 1.0
+            return tuple(float(moments.error(weight).sum()) / variance for weight in weights)
+        variance, errors = 0.0, [0.0] * len(weights)
+        for group in range(len(moments.second)):
+            pairs = moments.pairs_of(group)
+            variance += float(rectified_variance(pairs).sum())
+            errors = [e + float(rectified_error(pairs, w[group]).sum()) for e, w in zip(errors, weights, strict=True)]
+        return tuple(error / (variance or 1.0) for error in errors)
 
     def _ridge(self, site: Site, group: int, second: Tensor) -> Tensor:
         """Λ in the units of the moments: a share of their mean, or δ/G with the posterior's δ and curvature."""

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from shaver.criteria.rules import is_transposed_linear
 from shaver.repairing.lockstep import Lane, lanes, visiting
@@ -29,6 +31,7 @@ class Site:
         users: Module paths that apply it, each with the part of the module it is.
         rows: Its rows of the parameter; ``None`` is all of them.
         norm: Path of a BatchNorm that takes this site's outputs, if there is one.
+        rectified: Whether a ReLU takes this site's outputs, and nothing else does.
         size: Rows of inputs in the first batch.
         spans: The spatial sizes of a convolution's outputs, along which its rows can be thinned out.
     """
@@ -38,6 +41,7 @@ class Site:
     users: list[tuple[str, str]]
     rows: slice | None = None
     norm: str | None = None
+    rectified: bool = False
     size: int = 0
     spans: tuple[int, ...] = ()
 
@@ -154,30 +158,75 @@ def make_plan(model: nn.Module, run: Callable[[], object], wanted: Iterable[str]
     """
     sites = find_sites(model)
     plan = Plan({user: site for site in sites for user in site.users}, norms=tuple(norms_of(model)))
-    made: dict[int, tuple[weakref.ref[Tensor], Site]] = {}
+    made = _Outputs()
 
     def note(_: Lane, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         if isinstance(module, _BatchNorm):
-            ref, site = made.get(id(args[0]), (None, None))
-            if site is not None and ref is not None and ref() is args[0]:
-                site.norm = path
+            maker = made.site_of(args[0])
+            if maker is not None:
+                maker.norm = path
             plan.stops.append(path)
             return
         for part in parts_of(module):
             site = plan.by_user.get((path, part))
             if site is not None:
                 first = site_output(module, part, args, kwargs, out)
-                made[id(first)] = (weakref.ref(first), site)
+                made.add(first, site)
                 site.size += first.numel() // (site.weight(model).shape[:2].numel() or 1)
                 if isinstance(module, CONVOLUTIONS + TRANSPOSED):
                     site.spans = tuple(first.shape[-len(module.stride) :])
                 plan.stops.append(site)
 
-    with visiting(model, plan.paths, note, before=False), lanes([run]) as (lane,):
+    def watched() -> None:
+        with made:  # modes of torch hold for one thread
+            made.note(tree_leaves(run()), "output")
+
+    with visiting(model, plan.paths, note, before=False), lanes([watched]) as (lane,):
         lane.advance()
+    for site in sites:
+        shared = site.bias(model) is not None or all(
+            bias_of(model.get_submodule(p), part) is None for p, part in site.users
+        )
+        site.rectified = shared and made.uses.get(site) == {"relu"}
     used = {stop.parameter for stop in plan.stops if isinstance(stop, Site)}
     plan.unrepaired = {name: _reason(model, name, sites) for name in wanted if name not in used}
     return plan
+
+
+class _Outputs(TorchFunctionMode):
+    """The outputs of sites in one forward pass, and which functions take them.
+
+    Attributes:
+        uses: The names of the functions that take a site's outputs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[weakref.ref[Tensor], Site]] = {}
+        self.uses: dict[Site, set[str]] = {}
+
+    def add(self, output: Tensor, site: Site) -> None:
+        """Outputs of a site, all of which must be used in the same way."""
+        self._made[id(output)] = (weakref.ref(output), site)
+
+    def site_of(self, tensor: object) -> Site | None:
+        """The site whose output this tensor is."""
+        ref, site = self._made.get(id(tensor), (None, None))
+        return site if ref is not None and ref() is tensor else None
+
+    def note(self, values: Iterable[Any], use: str) -> None:
+        """These values, sites' outputs or not, are used."""
+        for value in values:
+            site = self.site_of(value)
+            if site is not None:
+                self.uses.setdefault(site, set()).add(use)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor | tuple | list) and not isinstance(result, torch.Size):
+            self.note(tree_leaves((args, kwargs)), func.__name__.strip("_"))
+            self._made.pop(id(result), None)  # changed in place: from here on it is another tensor
+        return result
 
 
 def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:

@@ -170,10 +170,10 @@ def inverse_factor(moment: Tensor, damping: float | Tensor, dtype: torch.dtype |
 
 
 def _ridge(moment: Tensor, damping: float | Tensor) -> Tensor:
-    """Λ, a number or one entry per input."""
-    if isinstance(damping, Tensor):
-        return damping
-    return torch.tensor(damping * _mean(moment), dtype=torch.float64, device=moment.device)
+    """Λ, a number or one entry per input; not below what rounding may take from the moments' eigenvalues."""
+    wide = torch.as_tensor(damping, dtype=torch.float64, device=moment.device)
+    least = len(moment) * torch.finfo(moment.dtype).eps * _mean(moment)
+    return (wide if isinstance(damping, Tensor) else wide * _mean(moment)).clamp_min(least)
 
 
 def _mean(moment: Tensor) -> float:
