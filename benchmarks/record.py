@@ -1,153 +1,231 @@
-"""The highest compression of the LeNets on MNIST: one training from random weights to the last thousand of them.
+"""The highest compression of the LeNets on MNIST: table, figure and drawing from finished runs.
 
-SpaM learns δ, the weights and biases with the lowest OPD leave along a cubic schedule, and units of which nothing is
-left are cut out of the network, so that training becomes faster while the network empties. ``shaver run
-record-300-100`` and ``shaver run record-caffe`` are the same training by `shaver.fit`, at the full size throughout.
+    shaver run record-300-100 --out runs/record-300-100
+    shaver run record-caffe --out runs/record-caffe
+    shaver run record-lenet --out runs/record-lenet
+    python benchmarks/record.py runs/record-* --out docs/results
 
-    python benchmarks/record.py --network caffe --compression 400 --seeds 3 --out record.csv
+Writes record.csv, record.svg (error over non-zero weights) and record_network.svg (all weights of one LeNet-300-100:
+that of the first seed at the highest compression), and prints the table. Rows of an earlier record.csv are kept.
 """
 
 import argparse
-import csv
-import math
-import time
-from collections.abc import Iterator
+import re
+import statistics
+import tempfile
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Curve
 from torch import Tensor, nn
 
 import shaver
-import shaver.data
 from shaver import zoo
-from shaver.criteria.rules import with_biases
-from shaver.measure import cost, quality
-from shaver.pruning import Masks, cubic
-from shaver.pruning.masks import Hold
-from shaver.structure import find_groups, kept_units, remove_units
+from shaver.io import load_state
+from shaver.lab.run.results import CELLS, ROWS, read_rows, write_rows
 
-#: Name → network, learning rate and epochs.
+Row = dict[str, Any]
 NETWORKS = {
-    "300-100": ({"name": "fcn", "hidden": [300, 100]}, 0.1, 30),
-    "caffe": ({"name": "lenet_caffe"}, 0.05, 20),
-    "lenet": ({"name": "lenet"}, 0.05, 20),
+    "lenet-300-100": "LeNet-300-100 (266,610)",
+    "lenet-caffe": "LeNet-5-Caffe (431,080)",
+    "lenet-mnist": "the paper's LeNet",
 }
-START, END, EVERY = 0.1, 0.7, 50
+METHODS = {
+    "spam": ("SpaM, OPD while training", "#d55e00", "o"),
+    "map": ("gradual magnitude pruning", "#0072b2", "s"),
+    "vd": ("Sparse VD", "#cc79a7", "^"),
+    "l0": ("L0 gates", "#56b4e9", "v"),
+}
+#: Network → method, compression and error as their papers have them; biases and epochs are counted differently there.
+PUBLISHED = {
+    "lenet-300-100": [("DNS", 56, 1.99), ("Sparse VD", 68, 1.92)],
+    "lenet-caffe": [("DNS", 111, 0.91), ("Bayesian compression", 156, 1.0), ("Sparse VD", 280, 0.75)],
+}
+FIELDS = ("task", "method", "epochs", "seed", "parameters", "nonzeros", "compression", "error", "file", "seconds")
+POSITIVE, NEGATIVE, INK = "#d55e00", "#0072b2", "#333333"
 
 
-class Shaving:
-    """A network in training that keeps fewer and fewer weights, and loses the units that have none."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, spam: shaver.SpaM, last: int) -> None:
-        self.model, self.optimizer, self.spam, self.last = model, optimizer, spam, last
-        self.first = sum(p.numel() for p in model.parameters())
-        self.hold: Hold | None = None
-        self.is_final = False
-
-    def update(self, progress: float) -> None:
-        """Keep the weights and biases with the highest OPD, as many as the schedule says."""
-        share = cubic(min(1.0, max(0.0, (progress - START) / (END - START))))
-        count = round(self.first - share * (self.first - self.last))
-        scores = shaver.score(self.model, "opd", posterior=self.spam.posterior, rule=with_biases(self.model))
-        if self.hold is not None:
-            scores = {name: s.masked_fill(~self.hold.masks[name], -1.0) for name, s in scores.items()}
-        flat = torch.cat([s.flatten() for s in scores.values()])
-        if count >= len(flat):
-            return
-        least = flat.topk(count).values[-1]
-        masks = Masks({name: s >= least for name, s in scores.items()})
-        if self.hold is None:
-            self.hold = masks.hold(self.model, self.optimizer)
-        else:
-            self.hold.update(masks)
-        self.is_final = progress >= END
-
-    def cut_out(self, example: Tensor) -> None:
-        """Remove the units of which nothing is left; the network computes the same without them."""
-        if self.hold is None:
-            return
-        groups = find_groups(self.model, example)
-        kept = kept_units(groups, self.hold.masks)
-        if any(not bool(keep.all()) for keep in kept.values()):
-            remove_units(
-                self.model, groups, kept, example, in_place=True,
-                optimizer=self.optimizer, spam=self.spam, hold=self.hold,
-            )  # fmt: skip
+def network_of(cell: Path) -> nn.Module:
+    """The trained network of a cell."""
+    saved = load_state(cell / "model.safetensors")
+    model = zoo.rebuild(saved["network"])
+    model.load_state_dict(saved["weights"])
+    return model.eval()
 
 
-def trained(
-    name: str, compression: float, seed: int, epochs: int | None, lr: float | None
-) -> Iterator[dict[str, object]]:
-    """Train one network; yields a row after each epoch, the last one with the network."""
-    arguments, own_lr, own_epochs = NETWORKS[name]
-    lr, epochs = lr or own_lr, epochs or own_epochs
-    data = shaver.data.load("mnist")
-    model = zoo.build(**arguments, seed=seed)
-    first = sum(p.numel() for p in model.parameters())
-    batches = data.train.batches(128, shuffle=True, seed=seed)
-    total = epochs * len(batches)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    spam = shaver.SpaM(model, len(data.train), total_steps=total, seed=seed, freeze=END)
-    shaving = Shaving(model, optimizer, spam, math.floor(first / compression))
-    example = data.test[:4][0]
-    step, began = 0, time.process_time()
-    for epoch in range(epochs):
-        batches.set_epoch(epoch)
-        summed = 0.0
-        for x, y in batches:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * step / total))
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            spam.step(optimizer)
-            summed += float(loss.detach())
-            step += 1
-            is_due = step % EVERY == 0 or step >= END * total
-            if START * total < step and is_due and spam.updates and not shaving.is_final:
-                shaving.update(step / total)
-        shaving.cut_out(example)
-        weights = list(model.parameters())
-        row: dict[str, object] = {
-            "network": name, "method": "shaver", "seed": seed, "epochs": epochs, "epoch": epoch + 1,
-            "loss": summed / len(batches), "nonzeros": sum(int((p != 0).sum()) for p in weights),
-            "parameters": sum(p.numel() for p in weights), "all": first, "seconds": time.process_time() - began,
-        }  # fmt: skip
-        if (epoch + 1) % 5 == 0 or epoch + 1 == epochs:
-            row["error"] = 100 * (1 - quality(model, data.test.batches(1000)).as_dict()["accuracy"])
-        if epoch + 1 == epochs:
-            row["bytes"] = cost(model, example[:1], latency=False).bytes_sparse
-            row["model"], row["masks"] = model, shaving.hold.masks if shaving.hold is not None else None
-        yield row
-    spam.close()
+def bytes_on_disk(model: nn.Module) -> int:
+    """The size of what `shaver.save` writes, all files together."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "network"
+        shaver.save(model, place)
+        return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+
+
+def rows_of(run: Path) -> list[tuple[Row, Path]]:
+    """The finished cells of a run: their row and their folder."""
+    found = []
+    for cell in sorted((run / CELLS).iterdir()):
+        for row in read_rows(cell / ROWS):
+            sizes = {"parameters": int(row["parameters"]), "nonzeros": int(row["nonzeros"])}
+            done: Row = {name: row[name] for name in ("task", "method", "epochs", "seed")} | sizes
+            done["compression"] = round(sizes["parameters"] / sizes["nonzeros"], 1)
+            done["error"] = round(100 * (1 - float(row["accuracy"])), 2)
+            done["file"] = bytes_on_disk(network_of(cell))
+            done["seconds"] = round(float(row["train_seconds"]))
+            found.append((done, cell))
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """One line per network, method and compression: mean and standard deviation over seeds."""
+    groups: dict[tuple[str, str, int, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        times = round(float(row["compression"])) if row["method"] in ("spam", "map") else 0  # rivals find their own
+        groups[row["task"], row["method"], times, row["epochs"]].append(row)
+    lines = [
+        "| network | method | epochs | seeds | compression | non-zero | test error, % | bytes on disk |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (task, method, _, epochs), mine in groups.items():
+        errors = [float(row["error"]) for row in mine]
+        spread = f" ± {statistics.stdev(errors):.2f}" if len(mine) > 1 else ""
+        means = {n: statistics.mean(float(row[n]) for row in mine) for n in ("compression", "nonzeros", "file")}
+        lines.append(
+            f"| {NETWORKS[task]} | {METHODS[method][0]} | {epochs} | {len(mine)} | {means['compression']:.0f}× "
+            f"| {means['nonzeros']:,.0f} | {statistics.mean(errors):.2f}{spread} | {means['file']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw_errors(rows: list[Row], path: Path) -> None:
+    """Test error over non-zero weights: a point per training, and what was published."""
+    tasks = [task for task in PUBLISHED if any(row["task"] == task for row in rows)]
+    figure, panels = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 3.6), squeeze=False)
+    for axis, task in zip(panels[0], tasks, strict=True):
+        mine = [row for row in rows if row["task"] == task]
+        total = int(mine[0]["parameters"])
+        for method, (label, colour, marker) in METHODS.items():
+            points = [(int(row["nonzeros"]), float(row["error"])) for row in mine if row["method"] == method]
+            if points:
+                axis.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=34, label=label, alpha=0.8)
+        for name, times, error in PUBLISHED[task]:
+            axis.scatter([total / times], [error], facecolor="none", edgecolor=INK, s=34)
+            axis.annotate(f"{name}, published", (total / times, error), (5, 5), textcoords="offset points", fontsize=7)
+        axis.set_xscale("log")
+        axis.set_xlabel("non-zero weights and biases")
+        axis.set_ylabel("test error, %")
+        axis.set_title(NETWORKS[task], fontsize=10)
+        axis.legend(fontsize=7, frameon=False)
+        axis.margins(0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def draw_network(model: nn.Module, path: Path) -> None:
+    """Every weight that is left of a LeNet-300-100, from the pixels to the digits."""
+    weights = [layer.weight.detach() for layer in model.modules() if isinstance(layer, nn.Linear)]
+    places = [_pixels(), *_columns(weights)]
+    figure = pyplot.figure(figsize=(11, 6.6))
+    axis = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axis.set_xlim(-1.5, 90)
+    axis.set_ylim(-15, 43)
+    axis.axis("off")
+    axis.add_patch(pyplot.Rectangle((-0.7, -0.7), 28.4, 28.4, facecolor="#f4f4f4", edgecolor="#bbbbbb", lw=0.6))
+    used = (weights[0] != 0).sum(0)
+    seen = used > 0
+    axis.scatter(*places[0][seen].T, c=used[seen].float().sqrt(), cmap="Greys", vmin=-1, s=15, marker="s", zorder=3)
+    for number, weight in enumerate(weights):
+        _draw_edges(axis, weight, places[number], places[number + 1], bend=(0.55, 0.5, 0.5)[number])
+    for number, (weight, place) in enumerate(zip(weights[:2], places[1:3], strict=True)):
+        alive = (weight != 0).any(1) | (weights[number + 1] != 0).any(0)
+        axis.scatter(*place[alive].T, s=9, color="white", edgecolor=INK, linewidth=0.7, zorder=3)
+        axis.text(float(place[alive][0, 0]), -13.5, f"{int(alive.sum())} of {len(alive)} units", ha="center", color=INK)
+    for digit, (x, y) in enumerate(places[3].tolist()):
+        axis.text(x + 1.2, y, str(digit), fontsize=15, va="center", color=INK, zorder=4)
+    axis.text(13.5, -13.5, f"{int(seen.sum())} of 784 pixels", ha="center", color=INK)
+    _save(figure, path)
+
+
+def _pixels() -> Tensor:
+    """The positions of the 28 × 28 inputs, as a picture."""
+    index = torch.arange(784)
+    return torch.stack([index % 28, 27 - index // 28], 1).float()
+
+
+def _columns(weights: list[Tensor]) -> list[Tensor]:
+    """Positions of hidden units and outputs: each layer in the order of the centres of what it reads and feeds."""
+    heights = [torch.zeros(0)] * 3
+    heights[2] = torch.linspace(34, -6, 10)  # the digits in their order
+    order = heights[2]
+    for number in (1, 0):
+        reads = weights[number + 1].abs().T
+        feeds = (reads @ order) / reads.sum(1).clamp_min(1e-9)
+        alive = (weights[number] != 0).any(1) | (weights[number + 1] != 0).any(0)
+        rank = torch.where(alive, feeds, torch.inf).argsort().argsort().float()
+        heights[number] = -11 + 50 * rank / max(1, int(alive.sum()) - 1)
+        order = heights[number]
+    return [
+        torch.stack([torch.full_like(height, x), height], 1)
+        for height, x in zip(heights, (52.0, 71.0, 86.0), strict=True)
+    ]
+
+
+def _draw_edges(axis: Axes, weight: Tensor, start: Tensor, end: Tensor, bend: float) -> None:
+    """Curves in three strengths and two colours, each kind as one path to keep the file small."""
+    targets, sources = weight.nonzero(as_tuple=True)
+    size = weight[targets, sources].abs()
+    third = torch.searchsorted(size.quantile(torch.tensor([1 / 3, 2 / 3])), size)
+    for strength, is_positive in ((s, p) for s in range(3) for p in (False, True)):
+        chosen = (third == strength) & ((weight[targets, sources] > 0) == is_positive)
+        points: list[tuple[float, float]] = []
+        for (x0, y0), (x1, y1) in zip(start[sources[chosen]].tolist(), end[targets[chosen]].tolist(), strict=True):
+            middle = x0 + bend * (x1 - x0)
+            points += [(x0, y0), (middle, y0), (middle, y1), (x1, y1)]
+        if points:
+            codes = [Curve.MOVETO, Curve.CURVE4, Curve.CURVE4, Curve.CURVE4] * (len(points) // 4)
+            look = {"lw": (0.25, 0.35, 0.6)[strength], "alpha": (0.25, 0.4, 0.65)[strength], "zorder": 1 + strength / 3}
+            colour = POSITIVE if is_positive else NEGATIVE
+            axis.add_patch(PathPatch(Curve(points, codes), facecolor="none", edgecolor=colour, **look))
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Write an SVG file with coordinates of two decimals, and a PNG file beside it in the system's temporary folder."""
+    if not figure.axes[0].get_position().width >= 1:
+        figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    path.write_text(re.sub(r"(\d+\.\d\d)\d+", r"\1", path.read_text(encoding="utf-8")), encoding="utf-8")
+    figure.savefig(Path(tempfile.gettempdir()) / f"{path.stem}.png", dpi=110)
+    pyplot.close(figure)
 
 
 def main() -> None:
-    """Train the seeds one after the other and append their last rows to a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--network", choices=NETWORKS, default="300-100")
-    parser.add_argument("--compression", type=float, default=100)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--out", type=Path, default=Path("record.csv"))
-    parser.add_argument("--networks", type=Path, help="folder for the final networks")
+    """Gather the rows of all runs, print the table and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    for seed in range(given.first_seed, given.first_seed + given.seeds):
-        for row in trained(given.network, given.compression, seed, given.epochs, given.lr):
-            model, masks = row.pop("model", None), row.pop("masks", None)
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        if given.networks is not None:
-            shaver.save(model, given.networks / f"{given.network}-{given.compression:g}-{seed}", masks)
-        is_new = not given.out.is_file()
-        with open(given.out, "a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(row))
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
+    pyplot.rcParams["svg.hashsalt"] = "record"
+    found = [pair for run in given.runs for pair in rows_of(run)]
+    key = ("task", "method", "epochs", "seed", "nonzeros")
+    rows = {tuple(str(row[k]) for k in key): row for row in read_rows(given.out / "record.csv")}
+    rows |= {tuple(str(row[k]) for k in key): row for row, _ in found}
+    methods = list(METHODS)
+    ordered = sorted(
+        rows.values(),
+        key=lambda r: (r["task"], methods.index(r["method"]), round(float(r["compression"])), int(r["seed"])),
+    )
+    write_rows(given.out / "record.csv", [{name: row[name] for name in FIELDS} for row in ordered])
+    print(table(ordered))
+    draw_errors(ordered, given.out / "record.svg")
+    ours = [pair for pair in found if (pair[0]["task"], pair[0]["method"]) == ("lenet-300-100", "spam")]
+    if ours:
+        _, cell = min(ours, key=lambda pair: (int(pair[0]["seed"]), pair[0]["nonzeros"]))
+        draw_network(network_of(cell), given.out / "record_network.svg")
 
 
 if __name__ == "__main__":

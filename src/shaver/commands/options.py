@@ -83,7 +83,7 @@ class RunOptions:
         scale: cpu is what two cores finish, and every output says what is smaller than in the paper; paper has the
             paper's hyper-parameters.
         tasks: Some of the recipe's networks and data, such as lenet-mnist.
-        methods: How networks are trained: map, spam, l1.
+        methods: How networks are trained: map, spam, l1; where they are pruned online also vd and l0.
         priors: SpaM's priors: parameter, unit, layer, scalar.
         curvatures: SpaM's curvatures: diag or kron, from mc, ef or ggn, such as diag-mc or kron-ggn.
         seeds: Number of seeds.

@@ -92,16 +92,20 @@ def _online(scale: str) -> Recipe:
     )  # fmt: skip
 
 
-def _record(task: str, title: str, *compressions: float) -> Callable[[str], Recipe]:
-    """Pruning to the published compressions, all weights and biases counted, in one training from random weights."""
+def _record(name: str, task: str, *compressions: float) -> Callable[[str], Recipe]:
+    """Pruning to the published compressions, all weights and biases counted, in one training from random weights.
+
+    Weights and biases are removed until 70 % of the training, and δ is learned as long.
+    """
     sparsities = tuple(1 - 1 / times for times in compressions)
 
     def make(scale: str) -> Recipe:
-        name = f"record-{task.removeprefix('lenet-')}"
-        online = Stage("online", ("opd", "magnitude"), sparsities)
+        online = {"biases": True, "end": 0.7}
+        chosen = replace(TASKS[task, scale], note="", source="mc", spam={"freeze": 0.7}, online=online)
         return Recipe(
-            name, f"Highest compression: {title}", "not there", scale, _tasks(scale, task),
-            methods=("spam", "map", "vd", "l0"), stages=(online,), curves=False,
+            name, f"Highest compression: {chosen.title}", "not there", scale, (chosen,),
+            methods=("spam", "map", "vd", "l0"), stages=(Stage("online", ("opd", "magnitude"), sparsities),),
+            curves=False,
         )  # fmt: skip
 
     return make
@@ -187,8 +191,9 @@ _RECIPES: dict[str, Callable[[str], Recipe]] = {
     "minilm-imdb": _language("minilm-imdb", "stands in for DistilBERT on IMDB"),
     "small-gpt-imdb": _language("small-gpt-imdb", "stands in for GPT-2 on IMDB"),
     "small-gpt-words": _language("small-gpt-words", "not there"),
-    "record-300-100": _record("lenet-300-100", "LeNet-300-100", 68, 100),
-    "record-caffe": _record("lenet-caffe", "LeNet-5-Caffe", 280, 400),
+    "record-300-100": _record("record-300-100", "lenet-300-100", 68, 100),
+    "record-caffe": _record("record-caffe", "lenet-caffe", 280, 400),
+    "record-lenet": _record("record-lenet", "lenet-mnist", 100),
     "priors": _priors,
     "uncertainty": _uncertainty,
     "finetuning": _finetuning,

@@ -49,10 +49,6 @@ _SHORT: dict[str, Any] = {
 }
 
 
-#: All the way to the final network in one training: weights and biases leave until 70 % of it, and so does δ change.
-_ALL_THE_WAY: dict[str, Any] = {"spam": {"freeze": 0.7}, "online": {"biases": True, "end": 0.7}, "source": "mc"}
-
-
 def _paper(name: str, network: dict[str, Any], data: str, epochs: int, **settings: Any) -> Task:
     return Task(name, _TITLES[name], "paper", "", network, data, epochs, **settings)
 
@@ -73,8 +69,7 @@ _ALL = (
         )
     ),
     *(
-        Task(name, _TITLES[name], scale, "", network, "mnist", epochs, lr=lr, epoch_seconds=seconds, pass_seconds=0.5,
-             **_ALL_THE_WAY)
+        Task(name, _TITLES[name], scale, "", network, "mnist", epochs, lr=lr, epoch_seconds=seconds, pass_seconds=0.5)
         for scale in SCALES
         for name, network, epochs, lr, seconds in (
             ("lenet-300-100", _LENET_300_100, 30, 0.1, 3.5),
