@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shaver.criteria import prunable
-from shaver.criteria.rules import input_dim
+from shaver.criteria.prunable_weights import input_dim
 
 
 class Everything(nn.Module):

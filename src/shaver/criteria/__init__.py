@@ -14,8 +14,8 @@ import shaver.criteria.random
 import shaver.criteria.snip
 import shaver.criteria.synflow
 import shaver.criteria.wanda  # noqa: F401
+from shaver.criteria.prunable_weights import Rule, prunable
 from shaver.criteria.registry import Criterion, Given, PosteriorLike, Scores, criterion, get, names, needs, register
-from shaver.criteria.rules import Rule, prunable
 from shaver.criteria.scoring import score
 
 __all__ = [

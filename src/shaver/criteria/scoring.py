@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets, check_batches, check_network, forward_of, targets_of
+from shaver.criteria.prunable_weights import Rule, prunable
 from shaver.criteria.registry import Given, PosteriorLike, Scores, get
-from shaver.criteria.rules import Rule, prunable
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating
 from shaver.naming import check_count

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.criteria.registry import Given, criterion
-from shaver.criteria.rules import is_transposed_linear
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from shaver.batches import Forward, Targets, batch_size_of, targets_of
 from shaver.curvature.blocks import Block, Curvature, DiagonalBlock, KroneckerBlock, at_least_float32
 from shaver.curvature.capture import Call, Functional, trainable_parameters, uncompiled, undisturbed
-from shaver.curvature.choice import make_plan
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.plan import Plan
 from shaver.curvature.probe import check_outputs, described
+from shaver.curvature.rule_choice import make_plan
 from shaver.curvature.uses import Outer, Shift, Use, joint_square_sum
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_count, check_name, check_number

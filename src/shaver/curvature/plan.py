@@ -1,6 +1,6 @@
 """The plan: the rule of each parameter, and how per-sample gradients are computed from a recorded pass.
 
-:mod:`shaver.curvature.choice` makes plans.
+:mod:`shaver.curvature.rule_choice` makes plans.
 """
 
 from collections.abc import Collection, Iterator, Sequence

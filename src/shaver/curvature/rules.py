@@ -2,8 +2,8 @@
 
 A rule is a function ``rule(module, inputs, grads)`` that returns ``{parameter name: use}``. ``inputs`` has the shape
 ``(B, …, *own)``: the samples, optional further dimensions, and the layer's own dimensions. ``grads`` has K output
-gradients in front: ``(K, B, …, *own)``. :mod:`shaver.curvature.choice` compares the per-sample gradients of every rule
-with autograd's before using it.
+gradients in front: ``(K, B, …, *own)``. :mod:`shaver.curvature.rule_choice` compares the per-sample gradients of every
+rule with autograd's before using it.
 """
 
 from collections.abc import Callable, Iterator

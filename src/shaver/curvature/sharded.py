@@ -7,8 +7,8 @@ from torch import nn
 
 from shaver.batches import Forward
 from shaver.curvature.capture import undisturbed
-from shaver.curvature.choice import make_plan
 from shaver.curvature.plan import Plan
+from shaver.curvature.rule_choice import make_plan
 from shaver.ranks import HeldParameters
 from shaver.shards import whole_copy
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shaver.criteria import PosteriorLike, needs, score
-from shaver.criteria.rules import Rule, with_biases
+from shaver.criteria.prunable_weights import Rule, with_biases
 from shaver.naming import check_count, check_name, check_number
 from shaver.pruning.masks import Hold, Masks
 from shaver.pruning.pruned import Pruned, check_fit, report

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets, check_network
 from shaver.criteria import PosteriorLike, prunable
-from shaver.criteria.rules import input_dim
+from shaver.criteria.prunable_weights import input_dim
 from shaver.pruning.automatic import DEFAULT_NATS, Worth, weigh
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shaver.criteria.rules import is_transposed_linear
+from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.repairing.lockstep import Lane, lanes, visiting
 from shaver.repairing.views import CONVOLUTIONS, TRANSPOSED, has_view, matrix_of, weight_of
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shaver.criteria.rules import is_transposed_linear
+from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.structure.groups import Group, Slice
 
 #: A dimension of a parameter or buffer: its qualified name and the dimension's number.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.criteria.rules import is_transposed_linear
+from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.selection import Selection, take
 from shaver.structure.groups import tensors_of
 from shaver.structure.surgery import adjust

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.criteria.rules import is_transposed_linear
+from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.selection import Selection
 
 _WIDTH = ("attention_head_size", "head_dim", "key_value_proj_dim")

@@ -150,7 +150,7 @@ def _header(title: str, experiments: Sequence[Experiment], sources: Sequence[Sou
     methods = in_order((t.method for e in experiments for t in e.variants), METHOD_NAMES)
     criteria = in_order(c for e in experiments for c in e.criteria)
     sparsities = {s for e in experiments for s in e.sparsities()}
-    trained = " and ".join(", ".join(METHOD_NAMES.get(m, m) for m in methods).rsplit(", ", 1))
+    trained = " and ".join(", ".join(_TRAINED.get(m, m) for m in methods).rsplit(", ", 1))
     lead = (
         f"{networks} networks, trained by {trained}, pruned by {_count(len(criteria), 'criterion', 'criteria')} to "
         f"{_count(len(sparsities), 'sparsity', 'sparsities')} of up to {percent(max(sparsities, default=0.0))} %, "
