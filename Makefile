@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
+# A file's tests stay together, because they share what takes long to make: a demo run, a trained network, the built pages.
+PARALLEL := --numprocesses 2 --dist loadscope
+
 .PHONY: help demo test test-portable lint format docs bench clean
 help:            ## list the commands
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 16
@@ -28,7 +31,7 @@ demo: $(VENV)/.demo       ## train, prune and measure two small networks on embe
 	@$(BIN)/shaver demo
 
 test: $(VENV)/.dev        ## run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 # The arithmetic of other processors: vector instructions of 2006 and of 2013, two threads, other random draws.
 PORTABLE := tests/curvature tests/evidence tests/priors tests/spam tests/training tests/files tests/test_likelihoods.py \
@@ -38,10 +41,10 @@ SHAVER_TEST_SEED := $(shell od -An -N2 -tu2 /dev/urandom | tr -d ' ')
 endif
 test-portable: $(VENV)/.dev  ## numerics, training, files and integrations as other processors compute them
 	@echo "SSE4.1, one thread"
-	@ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 $(PORTABLE)
+	@ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(PORTABLE)
 	@echo "AVX2, two threads, other draws; to repeat them: make test-portable SHAVER_TEST_SEED=$(SHAVER_TEST_SEED)"
 	@ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
-	    SHAVER_TEST_SEED=$(SHAVER_TEST_SEED) $(BIN)/python -m pytest --numprocesses 2 $(PORTABLE)
+	    SHAVER_TEST_SEED=$(SHAVER_TEST_SEED) $(BIN)/python -m pytest $(PARALLEL) $(PORTABLE)
 
 lint: $(VENV)/.dev        ## ruff, its formatter, and strict types
 	@$(BIN)/ruff check .

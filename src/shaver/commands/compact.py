@@ -23,7 +23,7 @@ from shaver.training import fit
 
 
 def run_compact(options: CompactOptions, console: Console) -> CompactReport:
-    """Make a network smaller as the options say, show what came of it, and write it if a folder is given.
+    """Make a network smaller as the options say, print the result, and write it if a folder is given.
 
     Raises:
         ValueError: An option is out of range, or something that it needs is missing; nothing is written then.
@@ -74,7 +74,7 @@ def _prepare(options: CompactOptions) -> Subject:
     ChoiceOptions(options.target, options.spread, "mean", options.round_to, options.min_units)
     if options.data is None and not options.input_shape:
         raise ValueError(
-            "compact looks at how an input goes through the network: give --input-shape, such as 1 28 28, "
+            "compact follows an input through the network: give --input-shape, such as 1 28 28, "
             f"or {how_to_give_data()}."
         )
     if options.finetune < 0:

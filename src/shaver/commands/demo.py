@@ -16,8 +16,9 @@ from shaver.criteria import score
 from shaver.files import load_trained, save
 from shaver.io import read_json
 from shaver.lab.recipes.catalogue import get_recipe
+from shaver.lab.report.figures import drawing, overview, save_figure
 from shaver.lab.report.filters import filter_bank, layer_bars, precision_histograms
-from shaver.lab.report.output import write_report
+from shaver.lab.report.output import read_runs, write_report
 from shaver.lab.run.engines import LocalEngine
 from shaver.lab.run.networks import MODEL, POSTERIOR
 from shaver.lab.run.results import CELLS, CONFIG, link, read_study
@@ -31,9 +32,9 @@ UNITS, WEIGHTS = 0.7, 0.95
 
 
 def run_demo(options: DemoOptions, console: Console) -> None:
-    """Run the demo's recipe, and show what came of it.
+    """Run the demo's recipe and show the results.
 
-    The run folder gets ``report.html``, ``tables/``, ``figures/`` and ``pictures/``; ``results.csv`` and
+    The run folder gets ``report.html``, ``tables/``, ``figures/accuracy.svg`` and ``pictures/``; ``results.csv`` and
     ``study.json`` as every study has them; the trained networks with their posteriors in ``models/``; a compact one in
     ``compact/``.
 
@@ -57,12 +58,17 @@ def run_demo(options: DemoOptions, console: Console) -> None:
         listed = "\n".join(f"{label}: {error}" for label, error in outcome.failed.items())
         raise RuntimeError(f"{len(outcome.failed)} cells failed (tracebacks are in {out}/cells).\n{listed}")
     _link_models(out)
-    write_report([out], out, formats=("terminal", "markdown", "csv", "latex", "svg"), console=console)
+    write_report([out], out, formats=("terminal", "markdown", "csv", "latex"), console=console)
+    with drawing() as plt:
+        overview(plt, read_runs([out]).experiments)
+        save_figure(plt, out / "figures" / "accuracy", ["svg"])
     _show_compact(out, options.seed, console)
     write_report([out], out, formats=["html"], console=console)  # last: the page has the pictures
     page = escape(str(out / "report.html"))
     console.print(
-        f"\nOpen [bold]{page}[/] in a browser. Beside it: results.csv, tables, figures, models.", soft_wrap=True
+        f"\nOpen [bold]{page}[/] in a browser. Beside it: results.csv, tables, models, and a figure; "
+        f"`shaver report {escape(str(out))}` draws all figures.",
+        soft_wrap=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""``shaver list``: every recipe, how long it takes here, and how far it is."""
+"""``shaver list``: every recipe, its run time, and how much of it is done."""
 
 from collections import Counter
 from pathlib import Path
@@ -20,14 +20,14 @@ def recipe_table(runs: Path) -> Table:
     )
     for heading in ("name", "experiment", "in the paper"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "name")
-    table.add_column("here", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
     table.add_column("status", overflow="fold")
     for name in recipe_names():
         recipe = get_recipe(name)
         status = "\n".join(filter(None, (_status(runs / f"{name}-{scale}", scale) for scale in SCALES)))
         table.add_row(name, recipe.title, recipe.paper, _rough(expected_seconds(recipe)), status or "–")
     table.caption = (
-        "here: cpu scale on two cores, with nothing done before; recipes share networks, so a second one takes less."
+        "time: at cpu scale on two cores, with nothing done before. Recipes share networks, so a second one takes less."
     )
     table.caption_justify = "left"
     return table

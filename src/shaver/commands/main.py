@@ -27,7 +27,7 @@ def demo(options: Annotated[DemoOptions, tyro.conf.arg(name="")]) -> None:
 
     Breast cancer (a fully connected network) and 8×8 digits (a small convolutional one) are trained by MAP (ordinary
     training with weight decay) and by SpaM, pruned by every criterion to eleven sparsities, and measured on test data.
-    Tables appear in the terminal; a page with everything (report.html), results.csv, figures and the trained networks
+    Tables appear in the terminal; a page with everything (report.html), results.csv, a figure and the trained networks
     go into a folder. It takes about a minute on two cores.
     """
     from shaver.commands.demo import run_demo  # torch takes seconds to import; --help should not
@@ -83,10 +83,10 @@ def run(options: Annotated[RunOptions, tyro.conf.arg(name="")]) -> None:
 
 
 def report(options: Annotated[ReportOptions, tyro.conf.arg(name="")]) -> None:
-    """Show what runs found: tables here and as files, the figures, and one page that opens in any browser.
+    """Show the results of runs: tables in the terminal and as files, figures, and one page for any browser.
 
-    Example: `shaver report runs/lenet-mnist-cpu runs/fcn-mnist-cpu --out report`. The page is one file, readable
-    offline, and needs nothing else.
+    Example: `shaver report runs/lenet-mnist-cpu runs/fcn-mnist-cpu --out report`. The page is one file that can
+    be read offline.
     """
     from shaver.commands.report import run_report
 
@@ -94,7 +94,7 @@ def report(options: Annotated[ReportOptions, tyro.conf.arg(name="")]) -> None:
 
 
 def list_recipes(options: Annotated[ListOptions, tyro.conf.arg(name="")]) -> None:
-    """List the experiments: what each stands for in the paper, how long it takes here, and how far it is."""
+    """List the experiments: their place in the paper, run time on two cores, and how much of them is done."""
     from shaver.commands.list import recipe_table
 
     Console().print(recipe_table(options.runs))

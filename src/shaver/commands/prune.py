@@ -24,7 +24,7 @@ from shaver.pruning import Pruned, prune
 
 
 def run_prune(options: PruneOptions, console: Console) -> Pruned:
-    """Prune a network as the options say, show what came of it, and write it if a folder is given.
+    """Prune a network as the options say, print the result, and write it if a folder is given.
 
     Raises:
         ValueError: An option is out of range, or something that it needs is missing; nothing is written then.

@@ -1,8 +1,8 @@
 """Every experiment of the paper under a name.
 
-Several share their trained networks: ``uncertainty`` reads the same rows as the unstructured recipes, ``priors``
-contains their parameter-wise column, and ``curves`` their histories. Cells are found again by what they contain, so
-whatever one recipe has trained, the next one takes over.
+Several recipes share their trained networks: ``uncertainty`` reads the same rows as the unstructured recipes,
+``priors`` contains their parameter-wise column, and ``curves`` their histories. Cells are found by their settings, so a
+recipe uses the networks that another one has trained.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from shaver.lab.recipes.recipe import PAPER_SPARSITIES, SCALES, Recipe, Stage, T
 from shaver.lab.recipes.tasks import TASKS
 from shaver.naming import check_name
 
-#: Fine-tuning and structured pruning cost a training each, so they look at fewer points.
+#: Fine-tuning costs a training per point, so it has fewer points.
 _FEW_CRITERIA = ("opd", "magnitude", "snip", "grasp", "random")
 _FEW_SPARSITIES = (0.80, 0.90, 0.95, 0.98, 0.99)
 _STRUCTURED = Stage(

@@ -1,4 +1,4 @@
-"""A recipe as a list of cells: one trained network, pruned in one way, each with the name that its contents give it."""
+"""The cells of a recipe. A cell is one trained network, pruned in one way; its name is a hash of its settings."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ class Training:
 
     @property
     def key(self) -> str:
-        """Sixteen letters that other settings do not have."""
+        """A hash of the settings."""
         return _digest(asdict(self))
 
 
@@ -107,9 +107,9 @@ def cells_of(recipe: Recipe) -> list[Cell]:
         for (method, prior, curvature), stage in product(_trainings(part), part.stages):
             for target in stage.sparsities if stage.name == "online" else (None,):
                 if target is not None and method == "l1":
-                    continue  # L1 makes its own zeros; there is nothing to schedule
+                    continue  # L1 makes zeros by itself; there is nothing to schedule
                 if stage.name == "two-steps" and method != "map":
-                    continue  # it stands in for SpaM where that was not trained with
+                    continue  # it replaces SpaM for networks that were trained without it
                 training = _training(task, method, prior, curvature, seed, target, recipe.curves)
                 done = stage if target is None else _online_stage(stage, target)
                 if method in RIVALS:  # one training, which finds its own sparsity
@@ -221,7 +221,7 @@ def _training_seconds(cell: Cell, task: Task) -> float:
 def _evaluation_seconds(cell: Cell, task: Task) -> float:
     stage = cell.stage
     points = len(stage.sparsities) * (1 if stage.name == "online" else len(stage.criteria))
-    # GraSP is the dearest score: 3.6 epochs of LeNet; the others together take about one.
+    # GraSP is the most expensive score: 3.6 epochs of LeNet. The others together take about one epoch.
     # Language models score on some of their texts.
     share = 1.0 if task.length is None or task.samples is None else min(1.0, task.scored / task.samples)
     scores = 0.0 if stage.name == "online" else 5 * share * task.epoch_seconds

@@ -177,7 +177,7 @@ def warm_up(share: float) -> float:
 def after_the_fact(model: nn.Module, data: InMemory, *, batch_size: int, steps: int = 2, seed: int = 0) -> Posterior:
     """The posterior of a trained network after ``steps`` SpaM steps only, as the paper does for GPT-2.
 
-    Every step looks at a batch and updates δ; the weights stay as they are.
+    Every step measures the curvature on a batch and updates δ. The weights do not change.
     """
     spam = SpaM(
         model, len(data), total_steps=steps, seed=seed, source="ef", every=1, update=1, burn_in=0.0, freeze=1.0,

@@ -1,4 +1,4 @@
-"""What an experiment is: tasks (a network on its data), and recipes (which trainings and prunings of which tasks)."""
+"""Tasks (a network on its data) and recipes (how the networks of some tasks are trained and pruned)."""
 
 import json
 import re
@@ -28,7 +28,7 @@ class Stage:
     """One way to prune a trained network, and where.
 
     Attributes:
-        name: ``"posthoc"`` (after training, no more), ``"finetuned"`` (then trained on with the masks held),
+        name: ``"posthoc"`` (after training, nothing else), ``"finetuned"`` (then trained further with fixed masks),
             ``"online"`` (while training, one training for each sparsity), ``"structured"`` (whole units, compacted),
             ``"two-steps"`` (MAP networks, by the posterior of two SpaM steps after training).
         criteria: Which criteria; online pruning has its own (OPD with SpaM, else magnitude).
@@ -64,10 +64,10 @@ class Task:
         note: What is smaller than in the paper; empty at ``paper`` scale.
         network: Name and options for :func:`shaver.lab.recipes.language.build_network`.
         data: Name for :func:`shaver.data.load`.
-        samples: Train on so many samples, drawn once; ``None`` is all.
+        samples: Number of training samples, drawn once; ``None`` is all.
         augment: Shift and mirror training images.
         epochs: Passes over the training data.
-        batch_size: Samples a step.
+        batch_size: Samples per step.
         optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``.
         lr: Its learning rate.
         clip: Largest norm of a gradient; ``None`` is no limit.
@@ -75,11 +75,11 @@ class Task:
         source: Of curvature estimates between epochs, and of the one that gives MAP networks their OPD scores.
         burn_in: Epochs before the first estimate, where it is made between epochs.
         frequency: Epochs between two of them.
-        epoch_seconds: One MAP epoch on one core of the machine that ``shaver list`` speaks of; 0 is unknown.
-        pass_seconds: One pass over the test data there.
-        length: Tokens of a text that are read; ``None`` for data that are no texts.
-        test_samples: Texts to judge by, drawn once; ``None`` is all.
-        scored: Training texts that are seen by SNIP, GraSP and a curvature estimate after training.
+        epoch_seconds: Seconds per MAP epoch on one core, for the estimates of ``shaver list``; 0 if unknown.
+        pass_seconds: Seconds per pass over the test data.
+        length: Tokens per text; ``None`` for data other than texts.
+        test_samples: Number of test texts, drawn once; ``None`` is all.
+        scored: Number of training texts for SNIP, GraSP and a curvature estimate after training.
         spam: Further options of SpaM, for trainings much shorter or longer than those its defaults are made for.
         own: Settings of the recipe that are different for this task: ``methods``, ``priors``, ``seeds``, ``stages``.
         online: Further options of :class:`shaver.pruning.Online`, for pruning while training.
@@ -141,8 +141,8 @@ class Recipe:
             dropout), ``"l0"`` (hard concrete gates). Rivals are for the online stage.
         priors: SpaM's priors.
         curvatures: SpaM's curvatures, see :data:`CURVATURES`.
-        seeds: How many seeds, from ``first_seed`` on.
-        first_seed: The first.
+        seeds: Number of seeds, starting with ``first_seed``.
+        first_seed: The first seed.
         stages: How the networks are pruned.
         curves: Measure the test data after each epoch, for training curves; nothing is chosen by it.
     """
@@ -179,7 +179,7 @@ class Recipe:
         if set(RIVALS) & set(self.methods) and {stage.name for stage in self.stages} != {"online"}:
             raise ValueError(f"recipe {self.name!r}: {', '.join(RIVALS)} prune while they train; use stage 'online'.")
         if "l1" in self.methods and any(task.length for task in self.tasks):
-            raise ValueError(f"recipe {self.name!r} trains language models, which is done by map and spam, not by l1.")
+            raise ValueError(f"recipe {self.name!r} trains language models: by map or spam, not by l1.")
 
     @property
     def note(self) -> str:
@@ -207,7 +207,7 @@ class Recipe:
             stages = _choose("stage", given.pop("stages"), stages, self.name)
         of_text = {key: given[key] for key in (*_TEXT_SETTINGS, *_FOLDERS) if key in given}
         if of_text and not all(task.length for task in tasks):
-            raise ValueError(f"recipe {self.name!r} reads no texts, so {', '.join(of_text)} has no effect.")
+            raise ValueError(f"recipe {self.name!r} uses no texts, so {', '.join(of_text)} has no effect.")
         folders = {key: str(given.pop(key)) for key in _FOLDERS if key in given}
         if folders:
             tasks = tuple(_with_folders(task, folders) for task in tasks)

@@ -1,4 +1,4 @@
-"""Showing what runs found: one frame of results, tables, figures and the page."""
+"""The report of runs: one data frame of results, tables, figures and the page."""
 
 from typing import Literal, get_args
 

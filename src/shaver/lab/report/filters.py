@@ -1,4 +1,4 @@
-"""Pictures of a network's insides: its filter bank, the widths of its layers, and the precisions that it learned."""
+"""Pictures of a network: its filters, the widths of its layers, and the prior precisions that it learned."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ def filter_bank(
         networks: Title → the network; all of the same architecture, masked or compact or whole.
         path: Without a suffix.
         layers: Names of weights; by default all matrices and kernels.
-        most: If there are more layers, so many of them are drawn, evenly spaced.
+        most: Maximum number of layers to draw; of more layers, evenly spaced ones are drawn.
         suffixes: ``"svg"``, ``"png"`` or both.
 
     Returns:

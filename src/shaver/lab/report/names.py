@@ -1,4 +1,4 @@
-"""What things are called in tables, figures and on the page, and in which order they stand."""
+"""Names in tables, in figures and on the page, and their order."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How long training and scoring took: each network, or relative to a baseline where there are many."""
+"""Times of training and scoring: per network, or relative to a baseline if there are many."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shaver.lab.report.frame import Estimate, Experiment, Variant
 from shaver.lab.report.names import CRITERION_NAMES, in_order
 
-#: With more bars than this, one bar a kind of training or criterion, averaged over experiments.
+#: Maximum number of bars. Beyond it there is one bar per kind of training or criterion, averaged over experiments.
 _MOST = 24
 
 

@@ -20,7 +20,7 @@ from shaver.lab.recipes.grid import Cell
 from shaver.lab.run.provenance import code_version, machine, versions
 from shaver.lab.run.results import CONFIG, DENSE, ERROR, ROWS, STATUS, Row, link, read_rows, write_rows
 
-#: Where a process writes what its cell prints.
+#: The file with the output of a cell's process.
 LOG = "log.txt"
 #: Seconds between two writes of the progress.
 _SECONDS = 0.5
@@ -107,7 +107,7 @@ def _stamp(seconds: float) -> str:
 
 
 def serve() -> None:
-    """Run the cells that standard input names, one per line, until it closes; then end, also in the midst of a cell.
+    """Run the cells that standard input names, one per line. End when it closes, even during a cell.
 
     Standard input closes when whoever started this process has ended.
     """

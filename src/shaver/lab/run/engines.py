@@ -18,7 +18,7 @@ class Running(Protocol):
     """A cell that has been started."""
 
     def poll(self) -> str | None:
-        """``None`` while it runs; then ``""``, or in a few words how it ended other than by itself."""
+        """``None`` while it runs, then ``""``; or a few words if it was ended by something else."""
         ...
 
     def stop(self) -> None:
@@ -39,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what was held between cells."""
+        """Release what was kept between cells."""
         ...
 
 
@@ -153,7 +153,7 @@ class SlurmEngine:
         return _Job(self._executor.submit(run_cell, str(folder.absolute()), str(store.absolute()), any_code))
 
     def close(self) -> None:
-        """Nothing is held between jobs."""
+        """Nothing is kept between jobs."""
 
 
 class _Job:

@@ -74,7 +74,7 @@ def load_data(training: Training) -> shaver.data.Splits:
 
 
 def scored_batches(data: shaver.data.Splits) -> Batches:
-    """What criteria see: the training data; of texts, which cost a thousand times as much, some in small batches."""
+    """The batches for criteria: the training data, or some texts in small batches, because texts are expensive."""
     if isinstance(data, Reviews):
         part = slice(data.scored)
         return InMemory(data.train.inputs[part], data.train.targets[part], classes=data.classes).batches(8)
@@ -86,7 +86,7 @@ def obtain(
 ) -> tuple[CachedNetwork, Path]:
     """The trained network and its folder in the store; it is trained now unless it is there.
 
-    Whoever comes second waits for the first. A network of other code is trained anew.
+    A second process waits for the first one. A network that other code trained is trained again.
 
     Args:
         training: What to train.

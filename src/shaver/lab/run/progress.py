@@ -1,4 +1,4 @@
-"""The progress of a study: a live table in a terminal, or a line now and then where output goes to a file."""
+"""The progress of a study: a live table in a terminal, or a line every few seconds if the output goes to a file."""
 
 import time
 from collections import Counter
@@ -50,7 +50,7 @@ class Progress:
             self._live.stop()
 
     def set(self, cell: Cell, status: dict[str, Any]) -> None:
-        """A cell's newest status."""
+        """Set the status of a cell."""
         before = self._status.get(cell.key, {}).get("state")
         self._status[cell.key] = status
         if status.get("state") in ("done", "failed") and before != status["state"] and not status.get("earlier"):
@@ -58,7 +58,7 @@ class Progress:
             self._say_end(cell, status)
 
     def refresh(self) -> None:
-        """Draw the table again; outside a terminal, print a line if none was printed for a while."""
+        """Draw the table again. Outside a terminal, print a line if the last one is some seconds old."""
         if self.share_done() == 0:
             self._idle = time.monotonic()
         if self._live is not None:
@@ -129,7 +129,7 @@ class Progress:
 
 
 def first_line(text: str) -> str:
-    """The first line, and a sign that there are more."""
+    """The first line, followed by … if there are more."""
     line, _, rest = text.partition("\n")
     return line + (" …" if rest else "")
 

@@ -19,7 +19,7 @@ _PACKAGES = ("shaver", "torch", "numpy", "scikit-learn", "torch-pruning", "panda
 
 @cache
 def code_version(of: str = "cell") -> str:
-    """Twelve letters that change when the code behind a result changes; comments and docstrings do not count.
+    """A hash of the code that produces a result. Comments and docstrings do not count.
 
     The code is every module of this package that the module in which the result is made imports, directly or through
     others, also inside functions. Tables, figures and the command line are not among them.

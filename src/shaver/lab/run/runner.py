@@ -1,7 +1,7 @@
 """Runs a recipe: plans its cells, starts what is not done, watches, and gathers the results.
 
 Everything that matters is in files, so the runner can be killed at any moment and started again: finished cells are
-found by their contents (also those of other recipes in the same parent folder) and the rest goes on.
+found by their contents, also those of other recipes in the same parent folder, and the rest continues.
 """
 
 import shlex
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def default_folder(recipe: Recipe) -> Path:
-    """Where a recipe's results go if nobody says otherwise."""
+    """The default folder of a recipe's results."""
     return Path("runs") / f"{recipe.name}-{recipe.scale}"
 
 
@@ -87,7 +87,7 @@ def run_study(
         >>> load_runs(outcome.folder)
 
     A failed cell does not stop the others. Ctrl-C ends the running cells and leaves files from which the next call
-    goes on.
+    continues.
 
     Args:
         recipe: What to run.
@@ -171,7 +171,7 @@ class _Run:
             self.running[cell.key] = (cell, self.engine.start(place, self.store, self.any_code))
 
     def next(self) -> Cell | None:
-        """The first cell that would not sit idle until a running one has trained the network of both."""
+        """The first cell that need not wait for a running cell to train the network they share."""
         training = {cell.training.key for cell, _ in self.running.values()}
         ready = (
             cell for cell in self.waiting if cell.training.key not in training or is_trained(self.store, cell.training)
@@ -194,7 +194,7 @@ class _Run:
             self.count_done(cell, status)
             self.outcome.ran += 1
         else:
-            if status.get("state") != "failed":  # it had no time to say why
+            if status.get("state") != "failed":  # it ended before it could write a reason
                 reason = ended or "it ended without a result; see log.txt"
                 status = {**status, "state": "failed", "error": reason}
                 write_json(self.place(cell) / STATUS, status)

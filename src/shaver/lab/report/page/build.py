@@ -1,4 +1,4 @@
-"""Puts the page together: template, style and script from beside this file, numbers and tables from the results."""
+"""The report page: a template, a style sheet and a script from this folder, filled with numbers and tables."""
 
 import json
 import shlex
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LIMIT = 3_000_000
 #: Bytes of all pictures together; those beyond are named.
 _PICTURES = 1_500_000
-#: What the page tells of a ``study.json``, and under which name. The rest (the list of cells) is for programs.
+#: The entries of a ``study.json`` that the page shows, and their names there.
 _FACTS = {
     "seeds": "seeds", "versions": "versions", "machine": "machine", "started": "started", "seconds": "seconds in all",
     "code": "code",

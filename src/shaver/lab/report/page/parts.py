@@ -15,8 +15,8 @@ _COLOURS = {"criterion": "ranking", "prior": "prior", "curvature": "curvature", 
 #: What the pictures of the demo show; other pictures are named after their files.
 _CAPTIONS = {
     "filters": "The weights of each layer: red is positive, blue negative, black removed.",
-    "layers": "What is left of each layer: outputs that still have a weight, and the share of weights removed.",
-    "precision": "The prior precision δ that was learned for the weights of each layer; a large δ means: not needed.",
+    "layers": "What remains of each layer: the outputs with at least one weight, and the share of weights removed.",
+    "precision": "The prior precision δ learned for the weights of each layer. Weights with a large δ are not needed.",
 }
 
 
