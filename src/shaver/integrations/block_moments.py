@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.criteria.rules import is_transposed_linear
+from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.repairing.lockstep import Lane, lanes, visiting
 
 Call = Callable[[nn.Module, Tensor], Tensor]
