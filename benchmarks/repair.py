@@ -104,15 +104,33 @@ class Case:
 
         return run
 
-    def units(self, share: float, *, calibrated: bool) -> Method:
+    def units(self, share: float, criterion: str, *, calibrated: bool) -> Method:
         """A smaller network, with or without repair."""
 
         def run(model: nn.Module) -> nn.Module:
             extra: dict[str, Any] = {"calibration": self.calibration} if calibrated else {}
-            small: nn.Module = shaver.compact(
-                model, self.calibration[0][:2], criterion="magnitude", sparsity=share, **extra
-            )
+            example = self.calibration[0][:2]
+            small: nn.Module = shaver.compact(model, example, criterion=criterion, sparsity=share, **extra)
             return small
+
+        return run
+
+    def torch_pruning(self, share: float) -> Method:
+        """torch-pruning's smaller network: the same share of every layer, by the norm of each group's weights."""
+
+        def run(model: nn.Module) -> nn.Module:
+            import torch_pruning as tp
+
+            layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+            pruner = tp.pruner.BasePruner(
+                model,
+                self.calibration[0][:2],
+                importance=tp.importance.GroupMagnitudeImportance(p=2),
+                pruning_ratio=share,
+                ignored_layers=layers[-1:],
+            )
+            pruner.step()
+            return model
 
         return run
 
@@ -135,8 +153,10 @@ def weights(
 def units(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:
     """The cells of structured rows."""
     for share in shares:
-        yield "units", share, "masks", case.units(share, calibrated=False)
-        yield "units", share, "repair", case.units(share, calibrated=True)
+        yield "units", share, "masks", case.units(share, "magnitude", calibrated=False)
+        yield "units", share, "torch-pruning", case.torch_pruning(share)
+        yield "units", share, "repair", case.units(share, "magnitude", calibrated=True)
+        yield "units", share, "repair, damage", case.units(share, "damage", calibrated=True)
 
 
 def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator[Any]]]:

@@ -1,6 +1,6 @@
 """Scores for pruning with repair: what removing a weight costs after the rest of its row has made up for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from copy import deepcopy
 from typing import Any
@@ -43,9 +43,18 @@ def output_damage(model: nn.Module, batches: Iterable[Any], *, forward: Forward 
     Returns:
         Scores of all weights that can be repaired.
     """
+    scores: dict[str, Tensor] = {}
+    for site, moments in dense_moments(model, batches, forward):
+        _add(scores, model, site, moments)
+    return Scores(scores, degree=2)
+
+
+def dense_moments(
+    model: nn.Module, batches: Iterable[Any], forward: Forward | None = None
+) -> Iterator[tuple[Site, Moments]]:
+    """The moments of every weight that can be repaired, in the order of the forward pass; the network is not changed."""
     data = calibration_list(batches)
     present, twin = deepcopy(model), deepcopy(model)
-    scores: dict[str, Tensor] = {}
 
     def run(network: nn.Module, batch: Any) -> Any:
         return call(network, batch, forward)
@@ -55,8 +64,7 @@ def output_damage(model: nn.Module, batches: Iterable[Any], *, forward: Forward 
         with closing(sequential_moments(plan, present, twin, data, run)) as stops:
             for site, moments in stops:
                 if isinstance(site, Site) and isinstance(moments, Moments):
-                    _add(scores, model, site, moments)
-    return Scores(scores, degree=2)
+                    yield site, moments
 
 
 def _add(scores: dict[str, Tensor], model: nn.Module, site: Site, moments: Moments) -> None:

@@ -2,6 +2,7 @@
 
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser, choose_units
 from shaver.structure.compaction import CompactReport, compact, compact_with_report
+from shaver.structure.damage import unit_damage
 from shaver.structure.export import export_onnx
 from shaver.structure.gradual import Gradual
 from shaver.structure.groups import Group, Groups, Slice, kept_units, mask_units, remaining
@@ -36,5 +37,6 @@ __all__ = [
     "remove_units",
     "score_units",
     "synflow_units",
+    "unit_damage",
     "unit_scores",
 ]

@@ -19,12 +19,13 @@ from shaver.measure.example import Example
 from shaver.naming import check_name
 from shaver.pruning.ranking import check_sparsity
 from shaver.repairing import Repaired, repair
+from shaver.repairing.calibration import calibration_list
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser
 from shaver.structure.config_widths import Ties, evened, expressible
 from shaver.structure.groups import Groups, check_groups, kept_units, mask_units
 from shaver.structure.inputs import check_example, copied
 from shaver.structure.removal import remove_units
-from shaver.structure.scores import score_units
+from shaver.structure.scores import DAMAGE, score_units
 from shaver.structure.search import find_groups
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def compact_with_report(
     model: nn.Module,
     example: Example,
     *,
-    criterion: str = "opd",
+    criterion: str | None = None,
     posterior: PosteriorLike | None = None,
     batches: Iterable[Any] | None = None,
     sparsity: float | None = None,
@@ -104,6 +105,7 @@ def compact_with_report(
     Example:
         >>> small = shaver.compact(model, example=x, criterion="opd", posterior=spam.posterior, sparsity=0.8)
         >>> half = shaver.compact(model, example=x, criterion="magnitude", sparsity=0.5, target="flops")
+        >>> small = shaver.compact(model, example=x, sparsity=0.5, calibration=loader)       # repaired
         >>> report = shaver.structure.compact_with_report(model, x, criterion="magnitude", sparsity=0.5)
         >>> print(report)                            # widths, parameters, bytes and FLOPs before and after
         >>> shaver.compact(model, example=x)         # removes dead units only
@@ -116,9 +118,11 @@ def compact_with_report(
         example: An input: to find coupled units, to check the result, and to count FLOPs. A tensor, a tuple of
             positional or a dict of keyword arguments.
         criterion: ``"opd"``, ``"magnitude"``, ``"snip"``, ``"grasp"``, ``"synflow"``, ``"random"`` or another, summed
-            over everything that belongs to a unit.
+            over everything that belongs to a unit; or ``"damage"``, what a removal costs after repair
+            (:func:`shaver.structure.unit_damage`). ``None`` is ``"damage"`` with ``calibration`` and no posterior, else
+            ``"opd"``.
         posterior: For OPD and OBD.
-        batches: For the criteria that need data.
+        batches: For the criteria that need data; ``"damage"`` takes ``calibration`` without them.
         sparsity: The share of the target to remove, in [0, 1). Without one, only dead units are removed: those with
             no weight that is not zero on the way in, or none on the way out.
         target: ``"units"``, ``"parameters"``, ``"flops"`` or ``"latency"``.
@@ -147,6 +151,11 @@ def compact_with_report(
         ValueError: An option is out of range, or the target is out of reach; the network is as it was.
         CompactionError: The small network would not compute what the masked one does; the network is as it was.
     """
+    if criterion is None:
+        criterion = DAMAGE if calibration is not None and posterior is None else "opd"
+    if calibration is not None:
+        calibration = calibration_list(calibration)
+        batches = calibration if criterion == DAMAGE and batches is None else batches
     if normalise is None and criterion == "synflow":
         normalise = "none"
     options = ChoiceOptions(target, spread, normalise, round_to, min_units)

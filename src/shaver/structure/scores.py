@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from shaver.criteria import PosteriorLike, needs, prunable, score
 from shaver.pruning.ranking import Ranking
+from shaver.structure.damage import unit_damage
 from shaver.structure.groups import Group, Groups, Slice, check_groups, mask_units
 
+#: The criterion of :func:`unit_damage`.
+DAMAGE = "damage"
 #: Criteria that can score only weights that multiply an input; biases and norms then do not count.
 _WEIGHTS_ALONE = ("wanda",)
 
@@ -71,20 +74,26 @@ def score_units(
         torch.Size([6])
 
     All coupled parameters count, including biases and norms. Wanda scores only weights that multiply an input, so it
-    leaves those out. SynFlow removes units in rounds and measures the flow again after each; the score is the order of
-    removal, see :func:`synflow_units`.
+    leaves those out. ``"damage"`` is what a removal costs after repair, see :func:`unit_damage`. SynFlow removes units
+    in rounds and measures the flow again after each; the score is the order of removal, see :func:`synflow_units`.
 
     Args:
         model: The network; left as found.
         groups: Its groups.
-        criterion: Any of :func:`shaver.criteria.names`.
+        criterion: Any of :func:`shaver.criteria.names`, or ``"damage"``.
         posterior: For OPD and OBD.
-        batches: For the criteria that need data.
+        batches: For the criteria that need data. For ``"damage"`` they need no labels.
         **options: Further arguments of :func:`shaver.score`: ``likelihood``, ``seed``, ``forward``, ``example`` …
     """
     check_groups(groups, model)
     if criterion == "synflow":
         return synflow_units(model, groups, batches=batches, **options)
+    if criterion == DAMAGE:
+        if batches is None:
+            raise ValueError(
+                'criterion="damage" needs batches=… (calibration data for compact): inputs without labels.'
+            )
+        return unit_damage(model, groups, batches, forward=options.get("forward"))
     owned = {piece.tensor for group in groups.values() for piece in group.slices}
     weights = set(prunable(model)) if criterion in _WEIGHTS_ALONE else owned
     trained_alone = "posterior" in needs(criterion)  # a posterior has no entry for frozen parameters
