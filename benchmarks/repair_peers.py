@@ -2,8 +2,9 @@
 
 Both prune every layer to the same sparsity. SparseGPT (Frantar and Alistarh, 2023) sweeps over the columns of a weight
 matrix: it chooses the mask of each block of columns by w² / [H⁻¹]² and moves the error of each removed weight to the
-columns after it. Wanda (Sun et al., 2024) removes the lowest |w| · ‖x‖ of each row and changes nothing else. Biases and
-norm statistics stay as they are.
+columns after it. Wanda (Sun et al., 2024) removes the lowest |w| · ‖x‖ of each row and changes nothing else. Biases
+stay as they are. Both were published for networks without BatchNorm. Here its statistics are measured again as soon as
+the layers before it are pruned, so that later layers see inputs of the right scale.
 """
 
 import copy
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shaver.measure.evaluating import evaluating
-from shaver.repairing.moments import Moments, sequential_moments
-from shaver.repairing.sites import Site, make_plan
+from shaver.repairing.moments import Moments, Statistics, sequential_moments
+from shaver.repairing.norms import set_statistics
+from shaver.repairing.sites import Site, make_plan, norms_of
 
 
 def prune_layerwise(model: nn.Module, batches: Sequence[Tensor], sparsity: float, method: str) -> None:
@@ -30,6 +32,8 @@ def prune_layerwise(model: nn.Module, batches: Sequence[Tensor], sparsity: float
                     weight = site.weight(model).double()
                     pruned = [rule(w, h[:-1, :-1], sparsity) for w, h in zip(weight, moments.second, strict=True)]
                     site.write(model, torch.stack(pruned), None)
+                elif isinstance(site, str) and isinstance(moments, Statistics):
+                    set_statistics(site, norms_of(model)[site], moments.mean, moments.variance)
 
 
 def sparsegpt(weight: Tensor, hessian: Tensor, sparsity: float, *, block: int = 128, damping: float = 0.01) -> Tensor:
