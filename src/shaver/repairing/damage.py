@@ -52,7 +52,7 @@ def output_damage(model: nn.Module, batches: Iterable[Any], *, forward: Forward 
 def dense_moments(
     model: nn.Module, batches: Iterable[Any], forward: Forward | None = None
 ) -> Iterator[tuple[Site, Moments]]:
-    """The moments of every weight that can be repaired, in the order of the forward pass. The network stays as it is."""
+    """The moments of every weight that can be repaired, in the order of the forward pass. The network stays as is."""
     data = calibration_list(batches)
     present, twin = deepcopy(model), deepcopy(model)
 
