@@ -39,14 +39,15 @@ def test_every_block_prints_what_the_page_shows_but_for_digits(printed):
 
 
 def test_the_accuracies_on_the_page_are_those_that_come_out(printed):
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    ((high, low),) = re.findall(r"standard deviation of ([\d.]+) points.*? one of ([\d.]+) points", page)
     compared = 0
     for real, shown in printed:
         for line, promised in zip(real.splitlines(), shown.splitlines(), strict=True):
             if "accuracy" in line:
                 accuracies, expected = ([float(n) for n in re.findall(r"([\d.]+)%", text)] for text in (line, promised))
-                # Other processors round differently and train another network. Over seeds, accuracies near the top have
-                # a standard deviation of 0.6, so two trainings differ by less than 3; one that collapses varies widely.
-                slack = [3.0 if e > 90 else 35 for e in expected]
+                # Other processors round differently and train another network: the page has one draw, this is another.
+                slack = [4 * float(high if e > 90 else low) for e in expected]
                 assert all(abs(a - e) <= s for a, e, s in zip(accuracies, expected, slack, strict=True)), line
                 compared += len(expected)
     assert compared == 6

@@ -104,8 +104,11 @@ def write_figures(
 
 
 def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
-    """Accuracy over sparsity by the main criterion, one panel per experiment and one line per method."""
-    shown = [e for e in experiments if e.curves]
+    """Accuracy over sparsity by the main criterion, one panel per experiment and one line per method.
+
+    Experiments with a single method are left out if others compare several.
+    """
+    shown = [e for e in experiments if len(main_curves(e)) > 1] or [e for e in experiments if e.curves]
     axes = _panels(plt, len(shown))
     for axis, experiment in zip(axes, shown, strict=True):
         curves = main_curves(experiment)
