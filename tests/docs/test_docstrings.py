@@ -23,6 +23,7 @@ ELSEWHERE = {
     "shaver.integrations.lightning.SpaMCallback": "tests/integrations/test_lightning.py",
     "shaver.integrations.model_folder.prune_folder": "tests/integrations/test_model_folder.py",
     "shaver.integrations.oneshot.prune_blocks": "tests/integrations/test_oneshot.py",
+    "shaver.integrations.sparse_tuning.merge_adapters": "tests/integrations/test_sparse_tuning.py",
     "shaver.integrations.transformers.SpaMCallback": "tests/integrations/test_transformers_trainer.py",
     "shaver.lab.report.frame.load_runs": "tests/lab/test_runner.py",
     "shaver.lab.run.runner.run_study": "tests/lab/test_runner.py",

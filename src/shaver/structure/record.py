@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.selection import Selection, take
+from shaver.structure.adapters import refit_adapters
 from shaver.structure.groups import tensors_of
 from shaver.structure.surgery import adjust
 from shaver.structure.transformers_models import refit_config
@@ -159,6 +160,7 @@ def resize(model: nn.Module, record: RemovalRecord) -> None:
         zeros = torch.zeros(weight.shape[output_dim(owner)], dtype=weight.dtype, device=weight.device)
         owner.register_parameter("bias", nn.Parameter(zeros, requires_grad=weight.requires_grad))
     refit_config(model, record.shapes, record.kept)
+    refit_adapters(model)
     earlier = vars(model).get(_ATTRIBUTE)
     setattr(model, _ATTRIBUTE, record if earlier is None else earlier.then(record))
 
