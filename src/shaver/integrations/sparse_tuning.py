@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shaver.closures import inner_optimizer
-from shaver.criteria.rules import is_transposed_linear
+from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.pruning.masks import Hold, Masks
 from shaver.structure import Groups, find_groups
 
