@@ -316,3 +316,18 @@ def test_a_printed_history_is_one_line_about_the_last_epoch():
     rows = [{"epoch": e, "loss": 1 / e, "lr": 0.1, "seconds": 2.0} for e in (1, 2)]
     assert str(History(rows)) == "2 epochs in 4 s; the last one: loss 0.5"
     assert str(History()) == "no epochs"
+
+
+@pytest.mark.parametrize("method", ["spam", "map"])
+def test_norm_statistics_fit_the_weights_at_the_end_of_spam(method: str) -> None:
+    """The prior moves weights after BatchNorm has averaged its statistics; MAP keeps torch's running average."""
+    generator = torch.Generator().manual_seed(0)
+    x = 3 + torch.randn(256, 4, generator=generator)
+    batches = list(zip(x.split(64), (x.sum(1) > 12).long().split(64), strict=True))
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    fit(model, batches, method=method, epochs=3, lr=0.05, seed=0)
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    measured = torch.stack([model[0](part).detach().mean(0) for part in x.split(64)]).mean(0)
+    assert torch.allclose(norm.running_mean, measured, rtol=1e-4, atol=1e-4) == (method == "spam")
+    assert norm.momentum == 0.1

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from shaver.files import checkpoints
 from shaver.io import check_folder
 from shaver.likelihoods import Classification, get_likelihood
 from shaver.pruning import Hold, Masks, OnlinePruner, Schedule
+from shaver.repairing import recalibrate
 from shaver.training import divergence, identity
 from shaver.training.divergence import Diverged
 from shaver.training.history import History
@@ -29,6 +31,9 @@ from shaver.zoo.network import Network
 
 if TYPE_CHECKING:
     from shaver.spam import SpaM
+
+#: Batches from which BatchNorm statistics are measured again at the end of SpaM and of pruning during training.
+NORM_BATCHES = 100
 
 
 class Run:
@@ -162,6 +167,10 @@ class Run:
                 self.spam.end_epoch(self._again(), **self._reading())
         if self.pruner is not None:
             self.pruner.after_epoch(min(1.0, (self.epoch + 1) / self.epochs))
+        if (self.spam is not None or self.pruner is not None) and self.epoch + 1 == self.epochs:
+            # The prior and the masks have moved the weights since BatchNorm averaged its statistics.
+            again = (to_device(batch, self.device) for batch in self.train.epoch(self.epoch))  # the same on all ranks
+            recalibrate(self.model, islice(again, NORM_BATCHES), forward=self.options.forward)
         if found := divergence.explain_parameters(self.model):
             raise self._diverged(found)
         row: dict[str, Any] = {"epoch": self.epoch + 1, "loss": total / seen, "lr": lr}
