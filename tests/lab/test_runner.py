@@ -189,6 +189,8 @@ def pause(event, arguments):
             time.sleep(1)
 
 sys.addaudithook(pause)
+sys.path.insert(0, {tests!r})
+import tests  # the cell's process gets the draws of this one
 """
 
 
@@ -196,8 +198,9 @@ def start_long(out):
     """A study whose cell waits in the middle of its training."""
     place = out.parent.parent / "pause"
     place.mkdir()
-    (place / "sitecustomize.py").write_text(PAUSE.format(paused=str(place / "paused")))
-    code = SCRIPT.format(tests=str(Path(__file__).parents[2]), out=str(out))
+    tests = str(Path(__file__).parents[2])
+    (place / "sitecustomize.py").write_text(PAUSE.format(paused=str(place / "paused"), tests=tests))
+    code = SCRIPT.format(tests=tests, out=str(out))
     path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
