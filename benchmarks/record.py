@@ -117,12 +117,15 @@ def draw_errors(rows: list[Row], path: Path) -> None:
             axis.scatter([total / times], [error], facecolor="none", edgecolor=INK, s=34)
             axis.annotate(f"{name}, published", (total / times, error), (5, 5), textcoords="offset points", fontsize=7)
         axis.set_xscale("log")
+        for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+            formatter(lambda value, _: f"{value:,.0f}")
         axis.set_xlabel("non-zero weights and biases")
         axis.set_ylabel("test error, %")
         axis.set_title(NETWORKS[task], fontsize=10)
-        axis.legend(fontsize=7, frameon=False)
-        axis.margins(0.2)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+        axis.margins(0.25, 0.2)
         axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
     _save(figure, path)
 
 
@@ -130,15 +133,15 @@ def draw_network(model: nn.Module, path: Path) -> None:
     """Every weight that is left of a LeNet-300-100, from the pixels to the digits."""
     weights = [layer.weight.detach() for layer in model.modules() if isinstance(layer, nn.Linear)]
     places = [_pixels(), *_columns(weights)]
-    figure = pyplot.figure(figsize=(11, 6.6))
+    figure = pyplot.figure(figsize=(11, 7.0))
     axis = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axis.set_xlim(-1.5, 90)
-    axis.set_ylim(-15, 43)
+    axis.set_ylim(-15.5, 42.7)
     axis.axis("off")
     axis.add_patch(pyplot.Rectangle((-0.7, -0.7), 28.4, 28.4, facecolor="#f4f4f4", edgecolor="#bbbbbb", lw=0.6))
     used = (weights[0] != 0).sum(0)
     seen = used > 0
-    axis.scatter(*places[0][seen].T, c=used[seen].float().sqrt(), cmap="Greys", vmin=-1, s=15, marker="s", zorder=3)
+    axis.scatter(*places[0][seen].T, c=used[seen].float().sqrt(), cmap="Greys", vmin=-1, s=16, marker="s", zorder=3)
     for number, weight in enumerate(weights):
         _draw_edges(axis, weight, places[number], places[number + 1], bend=(0.55, 0.5, 0.5)[number])
     for number, (weight, place) in enumerate(zip(weights[:2], places[1:3], strict=True)):
@@ -194,12 +197,9 @@ def _draw_edges(axis: Axes, weight: Tensor, start: Tensor, end: Tensor, bend: fl
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Write an SVG file with coordinates of two decimals, and a PNG file beside it in the system's temporary folder."""
-    if not figure.axes[0].get_position().width >= 1:
-        figure.tight_layout()
+    """Write an SVG file with coordinates of two decimals, which halves its size."""
     figure.savefig(path, metadata={"Date": None})
     path.write_text(re.sub(r"(\d+\.\d\d)\d+", r"\1", path.read_text(encoding="utf-8")), encoding="utf-8")
-    figure.savefig(Path(tempfile.gettempdir()) / f"{path.stem}.png", dpi=110)
     pyplot.close(figure)
 
 
