@@ -265,25 +265,24 @@ def draw(seed: int) -> Drawn:
     return Drawn(kind, model, batches, steady)
 
 
-def reference(drawn: Drawn, batches: list[tuple[Tensor, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def reference(drawn: Drawn, x: Tensor, y: Tensor) -> dict[str, dict[str, Tensor]]:
     """The diagonals of Σ_n J_nᵀ Λ_n J_n and Σ_n g_n g_nᵀ, one sample and one output at a time, in evaluation mode."""
     model = drawn.model.eval()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     totals = {source: {name: torch.zeros_like(p) for name, p in parameters.items()} for source in ("ggn", "ef")}
-    for x, y in batches:
-        for n in range(len(x)):
-            outputs = model(x[n : n + 1].clone())[0]
-            rows = [
-                torch.autograd.grad(outputs[c], list(parameters.values()), retain_graph=True, allow_unused=True)
-                for c in range(CLASSES)
-            ]
-            p = outputs.detach().softmax(0)
-            gradient = p - F.one_hot(y[n], CLASSES)
-            for i, (name, w) in enumerate(parameters.items()):
-                jacobian = torch.stack([torch.zeros_like(w) if row[i] is None else row[i] for row in rows])
-                jacobian = jacobian.reshape(CLASSES, -1)
-                for source, middle in (("ggn", p.diag() - p.outer(p)), ("ef", gradient.outer(gradient))):
-                    totals[source][name] += (jacobian * (middle @ jacobian)).sum(0).view_as(w)
+    for n in range(len(x)):
+        outputs = model(x[n : n + 1].clone())[0]
+        rows = [
+            torch.autograd.grad(outputs[c], list(parameters.values()), retain_graph=True, allow_unused=True)
+            for c in range(CLASSES)
+        ]
+        p = outputs.detach().softmax(0)
+        gradient = p - F.one_hot(y[n], CLASSES)
+        for i, (name, w) in enumerate(parameters.items()):
+            jacobian = torch.stack([torch.zeros_like(w) if row[i] is None else row[i] for row in rows])
+            jacobian = jacobian.reshape(CLASSES, -1)
+            for source, middle in (("ggn", p.diag() - p.outer(p)), ("ef", gradient.outer(gradient))):
+                totals[source][name] += (jacobian * (middle @ jacobian)).sum(0).view_as(w)
     return totals
 
 
@@ -302,14 +301,15 @@ def compare(seed: int, compile_with: str | None = None) -> Outcome:
     drawn = draw(seed)
     outcome = Outcome(seed, drawn.kind + (" compiled" if compile_with else ""))
     try:
-        sums = reference(drawn, drawn.batches)
+        parts = [reference(drawn, x, y) for x, y in drawn.batches]
     except (RuntimeError, ValueError):  # a network that cannot run, such as group norm over a single number
         return outcome
     if compile_with:
         drawn.model.compile(backend=compile_with)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for source, expected in sums.items():
+        for source in ("ggn", "ef"):
+            expected = {name: torch.stack([part[source][name] for part in parts]).sum(0) for name in parts[0][source]}
             outcome.add(
                 f"estimate {source}",
                 lambda source=source, expected=expected: difference(
@@ -317,23 +317,21 @@ def compare(seed: int, compile_with: str | None = None) -> Outcome:
                 ),
             )
         if drawn.steady:
-            outcome.add("online", lambda: _online(drawn))
+            outcome.add("online", lambda: _online(drawn, [part["ef"] for part in parts]))
         outcome.add("training", lambda: _training(drawn))
     return outcome
 
 
-def _online(drawn: Drawn) -> str:
+def _online(drawn: Drawn, references: list[dict[str, Tensor]]) -> str:
     """Each step's measurement beside the reference for its batch."""
     online = OnlineCurvature(drawn.model.train(), 7, every=1, decay=0.0)
     try:
-        for x, y in drawn.batches:
+        for (x, y), sums in zip(drawn.batches, references, strict=True):
             drawn.model.train().zero_grad()
             with online.measure():
                 F.cross_entropy(drawn.model(x.clone()), y).backward()
             found = online.curvature().diagonal()
-            with online.paused():
-                expected = {n: h * 7 / len(y) for n, h in reference(drawn, [(x, y)])["ef"].items()}
-            if words := difference(found, expected):
+            if words := difference(found, {name: h * 7 / len(y) for name, h in sums.items()}):
                 return words
     finally:
         online.close()

@@ -3,7 +3,9 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,60 @@ from shaver.curvature.uses import Use
 
 #: Samples in the probe. With three, a dimension of two tokens is not mistaken for the samples.
 SAMPLES = 3
+#: The factors of the samples in the two sums whose gradients are compared. They differ, so that a row that is counted
+#: for another sample shows.
+_FACTORS = ((1.0, 0.382, 1.7), (0.6, 1.9, -1.1))
+#: Parameters with at most this many values are compared in both sums: few values may agree by chance.
+_SMALL = 10_000
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+
+
+@dataclass
+class Reference:
+    """Autograd's gradients of one parameter, of sums of the samples with different factors.
+
+    Attributes:
+        sums: (factor of each sample, gradient) for one or two sums.
+    """
+
+    sums: list[tuple[Sequence[float], Tensor]]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self.sums[0][1].shape
+
+    def sizes(self, use: Use, floor: float) -> list[float] | None:
+        """The sizes of a use's per-sample gradients; None if a sum of them differs by more than rounding.
+
+        Args:
+            use: The use.
+            floor: The size of the model's largest gradient.
+        """
+        totals = [torch.zeros_like(at_least_float32(gradient)) for _, gradient in self.sums]
+        sizes = []
+        for n in range(len(self.sums[0][0])):  # one sample at a time, because gradients of a vocabulary are large
+            found = use.per_sample(n, n + 1)[0, 0]
+            if found.shape != self.shape:
+                raise ValueError(f"gives shape {tuple(found.shape)} for {tuple(self.shape)}")
+            for total, (factors, _) in zip(totals, self.sums, strict=True):
+                total.add_(found, alpha=factors[n])
+            sizes.append(_rms(found))
+        for total, (_, gradient) in zip(totals, self.sums, strict=True):
+            if not _rms(total.sub_(gradient)) <= tolerance(gradient) * (_rms(gradient) + negligible(gradient) * floor):
+                return None
+        return sizes
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A rule's per-sample gradients equal autograd's.
+
+    Attributes:
+        tells: Whether the gradients can tell a right copy per sample from a wrong one: two samples at least have some.
+    """
+
+    tells: bool
 
 
 class Probe:
@@ -60,31 +115,61 @@ class Probe:
         self.weights = {name: _perturbed(p, generator) for name, p in wanted.items()}
         self._recording = Recording(modules, {name: w for name, w in self.weights.items() if w.ndim == 2})
         self.alters_inputs = False
-        # until the last gradient, because activations that are recomputed need the same weights
-        with self.function.placed(self.weights):
+        with self.function.placed(self.weights):  # also in backward passes, which may compute activations again
             outputs = self._first_pass(batch)
             self.outputs = outputs.detach()
             self.direction = torch.randn(outputs.shape, generator=generator).to(outputs)
-            scalars = (outputs * self.direction).reshape(self.count, -1).sum(1)
-            leaves = list(self.weights.values())
-            references = [torch.autograd.grad(s, leaves, retain_graph=True, allow_unused=True) for s in scalars]
             edges = [call.edge for call in self.calls]
-            grads = torch.autograd.grad(outputs, edges, self.direction, allow_unused=True) if edges else ()
-        self._references = [dict(zip(self.weights, row, strict=True)) for row in references]
-        sizes = (float(_rms(_dense(r))) for row in self._references for r in row.values() if r is not None)
-        self._floor = max(sizes, default=0.0)
+            grads = (
+                torch.autograd.grad(outputs, edges, self.direction, retain_graph=True, allow_unused=True)
+                if edges
+                else ()
+            )
+        self._graph = outputs
+        self._floor = 0.0
         self.passed: dict[str, list[tuple[Call, Tensor]]] = {}
         for call, grad in zip(self.calls, grads, strict=True):
             if grad is not None:
                 self.passed.setdefault(call.name, []).append((call, grad.unsqueeze(0)))
 
-    def gradients(self, name: str) -> Tensor | None:
-        """Autograd's gradients of one parameter, ``(samples, *shape)``; None if there is none."""
-        rows = [row.pop(name) for row in self._references]  # needed only once, and together as large as several models
-        if all(row is None for row in rows):
-            return None
-        zeros = torch.zeros_like(self.weights[name].detach())
-        return torch.stack([zeros if row is None else _dense(row) for row in rows])
+    def visit(self, look: Callable[[str, Reference], None]) -> None:
+        """Call ``look(name, reference)`` for each parameter with a gradient, once; then release the graph.
+
+        A gradient is passed on as soon as it arrives and is not kept, because all gradients together are as large as
+        the model. A first pass finds the largest, and keeps those of small parameters.
+        """
+        first, second = (factors[: self.count] for factors in _FACTORS)
+        small: dict[str, Tensor] = {}
+
+        def measure(name: str, gradient: Tensor) -> None:
+            self._floor = max(self._floor, _rms(gradient))
+            if gradient.numel() <= _SMALL:
+                small[name] = gradient
+
+        def compare(name: str, gradient: Tensor) -> None:
+            sums: list[tuple[Sequence[float], Tensor]] = [(second, gradient)]
+            look(name, Reference(sums + ([(first, small.pop(name))] if name in small else [])))
+
+        self._backward(first, measure, retain_graph=True)
+        self._backward(second, compare, retain_graph=False)
+        del self._graph
+
+    def _backward(self, factors: Sequence[float], look: Callable[[str, Tensor], None], retain_graph: bool) -> None:
+        """One backward pass that calls ``look(name, gradient)`` for each parameter."""
+
+        def arrived(name: str, leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            look(name, gradient.to_dense())
+
+        leaves = list(self.weights.values())
+        rows = self.direction * _column(factors, self.direction)
+        with ExitStack() as stack:
+            stack.enter_context(self.function.placed(self.weights))
+            for name, leaf in self.weights.items():
+                handle = leaf.register_post_accumulate_grad_hook(partial(arrived, name))  # type: ignore[no-untyped-call]
+                stack.callback(handle.remove)
+            self._graph.backward(rows, retain_graph=retain_graph, inputs=leaves)  # type: ignore[no-untyped-call]
 
     def again(self, recording: Recording) -> tuple[list[Call], Sequence[Tensor | None]]:
         """The same pass with another recording: its calls and their gradients.
@@ -99,17 +184,13 @@ class Probe:
                 raise ValueError("the outputs change")
         return calls, torch.autograd.grad(outputs, [c.edge for c in calls], self.direction, allow_unused=True)
 
-    def agrees(self, use: Use, expected: Tensor) -> bool:
-        """Whether a use's per-sample gradients are autograd's, up to rounding."""
-        missed = size = 0.0
-        for n in range(self.count):  # one sample at a time, because gradients of a vocabulary are large
-            found, row = use.per_sample(n, n + 1)[0], expected[n : n + 1]
-            if found.shape != row.shape:
-                raise ValueError(f"gives shape {tuple(found.shape[1:])} for {tuple(row.shape[1:])}")
-            missed += float(_squares(found - row.to(found.dtype)))
-            size += float(_squares(row))
-        rms = math.sqrt(size / expected.numel())
-        return math.sqrt(missed / expected.numel()) <= tolerance(expected) * (rms + _negligible(expected) * self._floor)
+    def agreement(self, use: Use, reference: Reference) -> Agreement | None:
+        """Compare a use's per-sample gradients with autograd's; None if they differ."""
+        sizes = reference.sizes(use, self._floor)
+        if sizes is None:
+            return None
+        least = negligible(reference.sums[0][1]) * self._floor
+        return Agreement(tells=sum(size > least for size in sizes) >= min(2, self.count))
 
     def holds_on_random_inputs(self, module: nn.Module, rule: Callable[..., Mapping[str, Use]], inputs: Tensor) -> bool:
         """Whether a rule also holds for normal random inputs: the batch may, for example, have no negative ones."""
@@ -122,18 +203,11 @@ class Probe:
             y = module(x.clone())
             direction = torch.randn(y.shape, generator=generator).to(y)
             own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-            rows = [torch.autograd.grad((y[n] * direction[n]).sum(), list(own.values()), retain_graph=True)
-                    for n in range(len(x))]  # fmt: skip
+            factors = torch.linspace(1, 2, len(x), dtype=torch.float64).tolist()
+            grads = torch.autograd.grad(y, list(own.values()), direction * _column(factors, y))
             uses = rule(module, at_least_float32(x), at_least_float32(direction).unsqueeze(0))
-            return all(
-                self._close(uses[name].per_sample(0, len(x))[0], torch.stack([row[i] for row in rows]), self._floor)
-                for i, name in enumerate(own)
-            )
-
-    def tells(self, expected: Tensor) -> bool:
-        """Whether gradients can tell a right copy per sample from a wrong one: those of two samples at least differ."""
-        sizes = at_least_float32(expected).reshape(self.count, -1).square().mean(1).sqrt()
-        return int((sizes > _negligible(expected) * self._floor).sum()) >= min(2, self.count)
+        references = {name: Reference([(factors, grad)]) for name, grad in zip(own, grads, strict=True)}
+        return all(reference.sizes(uses[name], 1.0) is not None for name, reference in references.items())
 
     def _first_pass(self, batch: Any) -> Tensor:
         """Run the model; find the entries of the batch that are not per sample by trying. The outputs have a graph."""
@@ -196,10 +270,8 @@ class Probe:
         """Equal up to rounding, relative to the expected size; for an expected zero, relative to ``floor``."""
         if found.shape != expected.shape:
             return False
-        return bool(
-            _rms(found - expected.to(found.dtype))
-            <= tolerance(expected) * (_rms(expected) + _negligible(expected) * floor)
-        )
+        missed = _rms(found - expected.to(found.dtype))
+        return missed <= tolerance(expected) * (_rms(expected) + negligible(expected) * floor)
 
 
 class _Routing(TorchFunctionMode):
@@ -266,21 +338,20 @@ def tolerance(values: Tensor) -> float:
     return _TOLERANCE.get(values.dtype, 0.2)
 
 
-def _negligible(values: Tensor) -> float:
+def negligible(values: Tensor) -> float:
     """The size, as a share of the largest gradient's, below which a gradient may be zero but for rounding."""
     return 1e-8 if values.dtype == torch.float64 else 1e-4
 
 
-def _dense(values: Tensor) -> Tensor:
-    return values.to_dense() if values.is_sparse else values
+def _column(factors: Sequence[float], like: Tensor) -> Tensor:
+    """One factor per sample, in a shape that multiplies ``like``."""
+    return torch.tensor(factors, dtype=torch.float64).to(like).view(-1, *(1,) * (like.ndim - 1))
 
 
-def _squares(values: Tensor) -> Tensor:
-    return at_least_float32(values).square().sum(dtype=torch.float64)
-
-
-def _rms(values: Tensor) -> Tensor:
-    return at_least_float32(values).square().mean().sqrt()
+def _rms(values: Tensor) -> float:
+    if not values.numel():
+        return 0.0
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) / math.sqrt(values.numel())
 
 
 def _varied(samples: Samples, batch: Any) -> Any:

@@ -1,6 +1,6 @@
 """The choice of a rule for each parameter: ordered strategies, each checked against autograd on a few samples.
 
-A strategy is a method ``try_fit(name, expected)`` that returns a :class:`Choice` or None. A choice is used only if its
+A strategy is a method ``try_fit(name, reference)`` that returns a :class:`Choice` or None. A choice is used only if its
 per-sample gradients equal autograd's. This one check answers three questions: which dimension of a layer's input holds
 the samples (first, second, or folded with others), whether a module's weight is also used outside the module, and
 whether a subclass computes something else. A parameter that no strategy fits gets the generic rule.
@@ -18,7 +18,7 @@ from shaver.batches import Forward
 from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Recording, Spread
 from shaver.curvature.kernels import kernel_shape
 from shaver.curvature.plan import LAYOUTS, Layer, Plan, arranged
-from shaver.curvature.probe import Probe
+from shaver.curvature.probe import Agreement, Probe, Reference
 from shaver.curvature.rules import Candidate, candidates_for, linear
 from shaver.curvature.uses import Dense, Use, merge
 
@@ -49,10 +49,12 @@ class Choice:
 
     Attributes:
         parts: The layers that use it, with their rules.
+        tells: Whether the gradients of at least two samples were compared, which a layout needs.
         spread: How its only layer, which is called without samples, gets one copy per sample.
         copies: How the parameter itself gets one copy per sample.
     """
 
+    tells: bool
     parts: tuple[Part, ...] = ()
     spread: Spread | None = None
     copies: Copies | None = None
@@ -60,10 +62,7 @@ class Choice:
 
 def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Mapping[str, Tensor]) -> Plan:
     """Choose a rule for every wanted parameter and check it on a few samples of ``batch``."""
-    chooser = _Chooser(model, forward, batch, wanted)
-    for name in wanted:
-        chooser.choose(name)
-    return chooser.plan_of(wanted)
+    return _Chooser(model, forward, batch, wanted).plan_of(wanted)
 
 
 class _Chooser:
@@ -79,27 +78,38 @@ class _Chooser:
         self.plan = Plan(samples=probe.samples, routed=probe.routed, alters_inputs=probe.alters_inputs)
         self.spread: dict[str, Spread] = {}
         self._deciding: dict[str, tuple[bool, bool]] = {}  # layer → how well its layout is known
-        self.rejected: dict[str, str] = {}  # rule → why it does not fit the current parameter
+        self.choices: dict[str, Choice] = {}
+        self.left: dict[str, Reference] = {}  # parameters without a rule of the layers, with their gradients
+        self.rejected: dict[str, dict[str, str]] = {}  # parameter → rule → why it does not fit
+        self._drop_wrong_guesses()
+        probe.visit(self.choose)
+        self.choose_others()
 
-    def choose(self, name: str) -> None:
-        """Add one parameter to the plan."""
-        expected = self.probe.gradients(name)
-        if expected is None:
-            self.plan.idle.append(name)
-            return
-        self.rejected = {}
-        for try_fit in (self.layer_rules, self.layer_without_samples, self.copied_parameter):
-            choice = try_fit(name, expected)
-            if choice is not None:
-                self._add(name, choice, self.probe.tells(expected))
-                return
-        kinds = " + ".join(type(self.model.get_submodule(m)).__name__ for m, _ in self._places(name, real=True))
-        tried = (f"{label} {reason}" for label, reason in self.rejected.items())
-        self.plan.generic[name] = "; ".join([f"no rule for this use in {kinds}", *tried])
+    def choose(self, name: str, reference: Reference) -> None:
+        """Choose a rule of the layers for one parameter, or keep its gradient for the other strategies."""
+        self.rejected[name] = {}
+        choice = self.layer_rules(name, reference)
+        if choice is None:
+            self.left[name] = reference
+        else:
+            self.choices[name] = choice
+
+    def choose_others(self) -> None:
+        """The strategies that pass the samples through the model again, for the parameters that are left."""
+        for name, reference in self.left.items():
+            for try_fit in (self.layer_without_samples, self.copied_parameter):
+                choice = try_fit(name, reference)
+                if choice is not None:
+                    self.choices[name] = choice
+                    break
+            else:
+                kinds = " + ".join(type(self.model.get_submodule(m)).__name__ for m, _ in self._places(name, real=True))
+                tried = (f"{label} {reason}" for label, reason in self.rejected[name].items())
+                self.plan.generic[name] = "; ".join([f"no rule for this use in {kinds}", *tried])
 
     # The strategies ----------------------------------------------------------------------------------------------
 
-    def layer_rules(self, name: str, expected: Tensor) -> Choice | None:
+    def layer_rules(self, name: str, reference: Reference) -> Choice | None:
         """The first combination of rules and layouts that fits, with one rule and layout per layer."""
         called = [(layer, own) for layer, own in self._places(name) if layer in self.probe.passed]
         if not called:
@@ -110,11 +120,11 @@ class _Chooser:
         ]
         for parts in itertools.islice(itertools.product(*options), _COMBINATIONS):
             uses = [(part, call, grad) for part in parts for call, grad in self.probe.passed[part.layer]]
-            if self._fits(uses, expected):
-                return Choice(parts)
+            if agreement := self._agreement(name, uses, reference):
+                return Choice(agreement.tells, parts)
         return None
 
-    def layer_without_samples(self, name: str, expected: Tensor) -> Choice | None:
+    def layer_without_samples(self, name: str, reference: Reference) -> Choice | None:
         """A rule for a layer that is called without samples, and whose output can have one copy per sample."""
         called = [(layer, own) for layer, own in self._places(name) if layer in self.probe.passed]
         if len(called) != 1 or called[0][0] not in self.modules:
@@ -128,26 +138,30 @@ class _Chooser:
             passed = self._attempt(Recording({layer: self.modules[layer]}, spread={layer: spread}))
             for candidate in self.candidates[layer]:
                 part = Part(layer, own, candidate, "first")
-                if passed and self._fits([(part, call, grad) for call, grad in passed], expected):
-                    return Choice((part,), spread=spread)
+                uses = [(part, call, grad) for call, grad in passed]
+                if uses and (agreement := self._agreement(name, uses, reference)):
+                    return Choice(agreement.tells, (part,), spread=spread)
         return None
 
-    def copied_parameter(self, name: str, expected: Tensor) -> Choice | None:
+    def copied_parameter(self, name: str, reference: Reference) -> Choice | None:
         """A raw parameter that broadcasts: each copy receives its sample's gradient."""
         places = self._places(name, real=True)
         is_called = any(layer in self.probe.passed for layer, _ in self._places(name))
-        if len(places) != 1 or is_called or self.probe.routed or not self.probe.tells(expected):
+        if len(places) != 1 or is_called or self.probe.routed:
             return None  # routed rows are not the samples
         ((owner, own),) = places
         if isinstance(self.model.get_submodule(owner), parametrize.ParametrizationList):
             return None  # its functions may take any shape without a word
-        for ones in (-1, 0) if expected.ndim > 2 else (0, 1, 2):
-            if ones < 0 and expected.shape[1] != 1:
+        for ones in (-1, 0) if len(reference.shape) > 1 else (0, 1, 2):
+            if ones < 0 and reference.shape[0] != 1:
                 continue
             copies = Copies(owner, self.model.get_submodule(owner), own, ones)
             passed = self._attempt(Recording(copies=[copies]))
-            if len(passed) == 1 and self.probe.agrees(Dense(passed[0][1].reshape(1, *expected.shape)), expected):
-                return Choice(copies=copies)
+            if len(passed) == 1:
+                use = Dense(passed[0][1].reshape(1, self.probe.count, *reference.shape))
+                agreement = self.probe.agreement(use, reference)
+                if agreement is not None and agreement.tells:
+                    return Choice(True, copies=copies)
         return None
 
     # Shared by the strategies ------------------------------------------------------------------------------------
@@ -165,25 +179,37 @@ class _Chooser:
             return []
         return [(call, grad.unsqueeze(0)) for call, grad in zip(calls, grads, strict=True) if grad is not None]
 
-    def _fits(self, uses: list[tuple[Part, Call, Tensor]], expected: Tensor) -> bool:
-        """Whether the sum of the uses, each by its rule, equals autograd's gradient. A rule may raise any error."""
+    def _agreement(self, name: str, uses: list[tuple[Part, Call, Tensor]], reference: Reference) -> Agreement | None:
+        """Compare the sum of the uses, each by its rule, with autograd's gradient. A rule may raise any error."""
         found: list[Use] = []
         reason = "differs from autograd"
         try:
             for part, call, grad in uses:
                 inputs, grads = arranged(call, grad, part.layout, self.probe.count)
                 found.append(part.candidate.rule(call.module, inputs, grads)[part.own])
-            fits = self.probe.agrees(merge(found), expected)
-            for part, call, _ in uses if fits else ():
-                if part.candidate.is_guess and fits:
-                    fits = self.probe.holds_on_random_inputs(call.module, part.candidate.rule, call.inputs)
+            if agreement := self.probe.agreement(merge(found), reference):
+                return agreement
         except Exception as error:
-            fits, reason = False, f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if not fits:
-            part = uses[min(len(found), len(uses) - 1)][0]
-            if part.layout == "first":  # the most common layout
-                self.rejected[part.candidate.label] = reason
-        return fits
+            reason = f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        part = uses[min(len(found), len(uses) - 1)][0]
+        if part.layout == "first":  # the most common layout
+            self.rejected[name][part.candidate.label] = reason
+        return None
+
+    def _drop_wrong_guesses(self) -> None:
+        """A rule that was chosen by a module's name or parameters must also hold on random inputs."""
+        for layer, passed in self.probe.passed.items():
+            self.candidates[layer] = [
+                candidate
+                for candidate in self.candidates[layer]
+                if not candidate.is_guess or all(self._holds(candidate, call) for call, _ in passed)
+            ]
+
+    def _holds(self, candidate: Candidate, call: Call) -> bool:
+        try:
+            return self.probe.holds_on_random_inputs(call.module, candidate.rule, call.inputs)
+        except Exception:  # whatever the module or the rule raises
+            return False
 
     def _adopt_functional(self) -> None:
         """Treat the recorded ``F.linear`` calls as layers, with the linear rule as candidate."""
@@ -196,14 +222,14 @@ class _Chooser:
                 self.owners[call.name] = own
                 self.candidates[call.name] = [Candidate("linear", linear)]
 
-    def _add(self, name: str, choice: Choice, tells: bool) -> None:
+    def _add(self, name: str, choice: Choice) -> None:
         """Add a choice. A layer has one layout; its weight decides, unless the weight's gradient tells nothing."""
         if choice.copies is not None:
             self.plan.copies[name] = choice.copies
         for part in choice.parts:
             label, rule = part.candidate.label, part.candidate.rule
             layer = self.plan.layers.setdefault(part.layer, Layer(label, rule, part.layout))
-            weight = (tells, part.own == "weight")  # a bias alone fits several layouts
+            weight = (choice.tells, part.own == "weight")  # a bias alone fits several layouts
             if weight > self._deciding.get(part.layer, (False, False)):
                 layer.label, layer.rule, layer.layout = label, rule, part.layout
                 self._deciding[part.layer] = weight
@@ -213,6 +239,11 @@ class _Chooser:
 
     def plan_of(self, wanted: Mapping[str, Tensor]) -> Plan:
         """The finished plan, with the recording and the memory per sample."""
+        for name in wanted:
+            if name in self.choices:
+                self._add(name, self.choices[name])
+            elif name not in self.plan.generic:
+                self.plan.idle.append(name)
         plan, calls = self.plan, [call for call in self.probe.calls if call.name in self.plan.layers]
         plan.recording = Recording(
             {name: module for name, module in self.modules.items() if name in plan.layers},

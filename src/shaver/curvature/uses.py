@@ -289,7 +289,7 @@ class Tied:
 
     def per_sample(self, start: int, stop: int) -> Tensor:
         """The sum of the two."""
-        return self.table.per_sample(start, stop) + self.matrix.per_sample(start, stop)
+        return self.matrix.per_sample(start, stop).add_(self.table.per_sample(start, stop))
 
 
 @dataclass
