@@ -123,9 +123,10 @@ def test_one_output_is_no_classification():
 # Mixed precision -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lenet", "transformer-block", "vision-transformer", "attention-batch-first"])
+@pytest.mark.parametrize("name", ["conv2d", "transformer-block", "vision-transformer", "attention-batch-first"])
 @pytest.mark.parametrize("source", ["ef", "mc"])
 def test_autocast_gives_nearly_the_same_numbers_by_the_same_rules(name: str, source: str):
+    """Without max pooling, in which a rounded tie sends a gradient to another pixel."""
     _case, model, (batch,) = prepare(name, (8,))
     model.float()
     x, y = batch[0].float(), batch[1]
