@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import shaver
+from tests.malformed import attempts
 
 PACKAGE = str(Path(shaver.__file__).parent)
 NAN = float("nan")
@@ -206,3 +207,10 @@ def test_sparse_inference_masks_and_schedules():
         lambda: shaver.pruning.Online(0.9, schedule=np.ones(3)),
     ):
         answered(call)
+
+
+def test_every_argument_of_every_public_function():
+    """``python benchmarks/malformed_calls.py`` tries more values."""
+    found = list(attempts(["'x'", "2.5", "object()", "ones(2, 2)"]))
+    assert len(found) > 500
+    assert not [call for call in found if call[1] == "unclear"]

@@ -59,6 +59,27 @@ def check_number(
     return float(value)  # type: ignore[arg-type]
 
 
+def check_functions(**given: object) -> None:
+    """Refuse what is neither a function nor None, by the argument's name.
+
+    Example:
+        >>> check_functions(forward="x")
+        Traceback (most recent call last):
+        ...
+        TypeError: forward must be a function, not 'x'.
+    """
+    for name, value in given.items():
+        if value is not None and (not callable(value) or isinstance(value, type)):
+            raise TypeError(f"{name} must be a function, not {shown(value)}.")
+
+
+def check_flags(**given: object) -> None:
+    """Refuse what is neither True nor False, by the argument's name."""
+    for name, value in given.items():
+        if not isinstance(value, bool | int | None):
+            raise TypeError(f"{name} is True or False, not {shown(value)}.")
+
+
 def shown(value: object) -> str:
     """A value as text, short enough for a message."""
     text = repr(value)

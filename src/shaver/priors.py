@@ -284,7 +284,7 @@ def make_prior(
         raise ValueError(
             "there are no parameters to put a prior on; do any of the model's parameters require gradients?"
         )
-    if callable(kind):
+    if callable(kind) and not isinstance(kind, type):
         factors = _grouped(kind, named_parameters)
         name = getattr(kind, "__name__", type(kind).__name__)
     else:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shaver.naming import shown
 from shaver.shards import is_sharded, joined, local, rows_of
 
 #: Tensors with fewer elements than this are sent together, in one message.
@@ -30,6 +31,8 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group is a torch.distributed process group, not {shown(group)}.")
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)

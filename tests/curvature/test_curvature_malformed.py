@@ -156,7 +156,7 @@ def test_numbers_of_spam(name: str):
 
 @pytest.mark.parametrize("size", [None, "6", 6.5, True, 0])
 def test_the_size_of_the_data(size: Any):
-    with pytest.raises(ValueError, match="data_size is the number of training samples"):
+    with pytest.raises(ValueError, match="data_size, the number of training samples"):
         SpaM(net(), size)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets
 from shaver.likelihoods import Likelihood
-from shaver.naming import check_name
+from shaver.naming import check_name, shown
 
 #: What a criterion may need.
 NEEDS = ("posterior", "batches")
@@ -26,6 +26,16 @@ class HasDiagonal(Protocol):
     def diagonal(self) -> dict[str, Tensor]:
         """H_pp by parameter name."""
         ...
+
+
+def check_posterior(posterior: object) -> None:
+    """Refuse what is neither a posterior nor None.
+
+    Raises:
+        TypeError: With what was given.
+    """
+    if posterior is not None and not all(hasattr(posterior, name) for name in ("curvature", "precision", "delta")):
+        raise TypeError(f"posterior is a shaver.Posterior, such as spam.posterior, not {shown(posterior)}.")
 
 
 class PosteriorLike(Protocol):

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets, check_batches, check_network, forward_of, targets_of
 from shaver.criteria.prunable_weights import Rule, prunable
-from shaver.criteria.registry import Given, PosteriorLike, Scores, get
+from shaver.criteria.registry import Given, PosteriorLike, Scores, check_posterior, get
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating
-from shaver.naming import check_count
+from shaver.naming import check_count, check_flags, check_functions
 
 
 def score(
@@ -63,6 +63,9 @@ def score(
     """
     check_network(model, "score")
     check_count("seed", seed, least=0)
+    check_functions(forward=forward, targets=targets, rule=rule)
+    check_flags(exclude_first=exclude_first, exclude_last=exclude_last)
+    check_posterior(posterior)
     chosen = get(criterion)
     chosen.require(posterior, batches, options)
     if batches is not None:

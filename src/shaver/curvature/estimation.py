@@ -17,7 +17,7 @@ from shaver.curvature.probe import check_outputs, described
 from shaver.curvature.rule_choice import make_plan
 from shaver.curvature.uses import Outer, Shift, Use, joint_square_sum
 from shaver.likelihoods import Likelihood, get_likelihood
-from shaver.naming import check_count, check_name, check_number
+from shaver.naming import check_count, check_functions, check_name, check_number
 
 STRUCTURES = ("diag", "kron")
 SOURCES = ("ggn", "ef", "mc")
@@ -77,6 +77,7 @@ def estimate(
     check_name("structure", structure, STRUCTURES)
     check_name("source", source, SOURCES)
     check_name("sharing", sharing, ("expand", "reduce"))
+    check_functions(forward=forward, targets=targets)
     work = _Estimation(
         model,
         get_likelihood(likelihood),

@@ -25,7 +25,7 @@ from shaver.curvature.measurement import Measurement, Request
 from shaver.curvature.plan import Plan
 from shaver.curvature.sharded import check_generic, plan_for
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
-from shaver.naming import check_count, check_name, check_number
+from shaver.naming import check_count, check_functions, check_name, check_number
 from shaver.ranks import ALONE, Ranks, held_parameters
 from shaver.selection import Selection, take
 
@@ -93,6 +93,7 @@ class OnlineCurvature:
     ) -> None:
         check_name("online source", source, ("ef", "mc"))
         check_name("loss", loss, ("auto", "mean", "sum"))
+        check_functions(outputs=outputs)
         self.model, self.source, self.loss = model, source, loss
         self.data_size, self.every = check_count("data_size", data_size), check_count("every", every)
         if check_number("decay", decay, least=0, most=1) == 1:

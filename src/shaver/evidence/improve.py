@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shaver.batches import check_network
 from shaver.curvature.blocks import Curvature
 from shaver.evidence.basis import Basis, DiagonalBasis, make_bases
 from shaver.evidence.posterior import Posterior, occam
-from shaver.naming import check_name
+from shaver.naming import check_name, shown
 from shaver.priors import Factor, Grouping, Prior, make_prior
 from shaver.ranks import ALONE
 
@@ -101,6 +102,9 @@ def fit_prior(
             :func:`shaver.priors.make_prior`. ``"parameter"`` overrates every weight that training has left near zero.
         temperature: The data count 1/T times.
     """
+    check_network(model, "fit_prior")
+    if not isinstance(curvature, Curvature):
+        raise TypeError(f"curvature is what shaver.curvature.estimate returns, not {shown(curvature)}.")
     theta = {name: parameter for name, parameter in model.named_parameters() if name in curvature.blocks}
     return improve(make_prior(prior, theta), curvature, theta, temperature=temperature)
 

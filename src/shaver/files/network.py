@@ -116,7 +116,10 @@ class StoredNetwork:
 def _made(factory: Callable[[], nn.Module]) -> nn.Module:
     if not callable(factory):
         raise TypeError(f"factory must be a function that builds the network, or a network, not {factory!r}.")
-    model = factory()
+    try:
+        model = factory()
+    except TypeError as error:
+        raise TypeError(f"factory must build the network when called without arguments: {error}.") from error
     if not isinstance(model, nn.Module):
         raise TypeError(f"factory() returned a {type(model).__name__}, not a torch.nn.Module.")
     return model

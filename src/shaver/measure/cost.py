@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shaver.batches import check_values
 from shaver.likelihoods import Likelihood
 from shaver.measure.example import Example
 from shaver.measure.flops import flops
 from shaver.measure.latency import Latency, latency
 from shaver.measure.memory import peak_memory
 from shaver.measure.quality import quality
+from shaver.naming import check_flags
 
 #: The batch sizes at which latency is measured.
 BATCH_SIZES = (1, 128)
@@ -64,6 +66,8 @@ def cost(model: nn.Module, example: Example, *, latency: bool = True, repeats: i
         repeats: Maximum number of timed calls per batch size.
         seconds: Maximum number of seconds per batch size.
     """
+    check_values(model, "cost")
+    check_flags(latency=latency)
     counted = flops(model, example)
     return Cost(
         **_size(model),

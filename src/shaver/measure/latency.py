@@ -9,6 +9,7 @@ from torch import nn
 
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import Example, call, resize
+from shaver.naming import check_count, check_number
 
 _WARM_UP = 3
 _FEWEST = 3
@@ -51,7 +52,8 @@ def latency(
     Raises:
         ValueError: ``repeats`` is below three, or ``batch_size`` below one.
     """
-    if repeats < _FEWEST:
+    check_number("seconds", seconds, least=0)
+    if check_count("repeats", repeats, 0) < _FEWEST:
         raise ValueError(f"repeats must be at least {_FEWEST} for a median and a spread, not {repeats!r}.")
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive, not {batch_size!r}.")

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import Forward, Targets, forward_of, targets_of
+from shaver.batches import Forward, Targets, check_batches, check_values, forward_of, targets_of
 from shaver.likelihoods import Classification, Likelihood, Regression, get_likelihood
 from shaver.measure.evaluating import evaluating
+from shaver.naming import check_count, check_functions
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ def quality(
         ValueError: There are no samples, a label is out of range, or outputs or targets hold NaN or infinity.
     """
     chosen = get_likelihood(likelihood)
-    if not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins must be a positive integer, not {bins!r}.")
+    check_count("bins", bins)
+    check_functions(forward=forward, targets=targets)
+    check_values(model, "quality")
+    check_batches(batches, "quality")
     sums = _Classification(chosen, bins) if isinstance(chosen, Classification) else _Samples(chosen)
     with evaluating(model):
         for index, batch in enumerate(batches):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from shaver.batches import Forward, Targets, check_network
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.prunable_weights import input_dim
+from shaver.criteria.registry import check_posterior
+from shaver.naming import check_functions
 from shaver.pruning.automatic import DEFAULT_NATS, Worth, weigh
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
@@ -159,6 +161,8 @@ def prune(
         ValueError: An option is out of range or missing, or scores do not fit the model or are NaN.
     """
     check_network(model, "prune")
+    check_functions(forward=forward, targets=targets, valid=valid if callable(valid) else None)
+    check_posterior(posterior)
     if scores is not None:
         check_fit(model, scores)
     names = list(scores if scores is not None else prunable(model))

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shaver.batches import check_network, naming_inputs
 from shaver.measure.evaluating import evaluating
-from shaver.naming import check_count
+from shaver.naming import check_count, check_number, shown
 
 #: These modules read the weights of their layers without calling the layers, so a replaced layer would not work.
 _CLOSED = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
@@ -157,8 +158,12 @@ def sparse_inference(
     """
     check_network(model, "sparse_inference")
     check_count("repeats", repeats)
-    if example is None:
-        raise TypeError("sparse_inference is timed on an example: an input, a tuple of inputs or a dict, not None.")
+    check_number("from_sparsity", from_sparsity, least=0, most=1)
+    check_number("margin", margin, least=0)
+    check_number("tolerance", tolerance, least=0)
+    if not any(isinstance(value, Tensor) for value in tree_leaves(example)):
+        kinds = "an input, a tuple of inputs or a dict"
+        raise TypeError(f"sparse_inference is timed on an example: {kinds}, not {shown(example)}.")
     inputs, call = _caller(example)
     with naming_inputs(model, inputs), evaluating(model):
         received = _inputs_of_candidates(model, call, from_sparsity)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import LABELS, Forward
+from shaver.batches import LABELS, Forward, check_batches
 
 
 def call(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
@@ -52,4 +52,4 @@ def calibration_list(batches: Iterable[Any]) -> list[Any]:
 
 
 def _source(batches: Iterable[Any]) -> Iterator[Any]:
-    return iter(batches)
+    return iter(check_batches(batches, "calibration"))

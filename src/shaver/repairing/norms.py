@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shaver.batches import Forward
+from shaver.batches import Forward, check_batches, check_values
 from shaver.measure.evaluating import evaluating
+from shaver.naming import check_functions
 from shaver.repairing.calibration import call
 from shaver.repairing.sites import norms_of
 
@@ -38,7 +39,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | 
     Raises:
         ValueError: There are no batches, or statistics are not finite.
     """
-    norms = norms_of(model)
+    norms = norms_of(check_values(model, "recalibrate"))
+    check_batches(batches, "recalibrate")
+    check_functions(forward=forward)
     if not norms:
         return ()
     empty = True

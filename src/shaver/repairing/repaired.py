@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import Forward
+from shaver.batches import Forward, check_network
 from shaver.criteria import PosteriorLike, prunable
+from shaver.criteria.registry import check_posterior
 from shaver.measure.evaluating import evaluating
+from shaver.naming import check_functions, check_number, shown
 from shaver.repairing.calibration import calibration_list, call
 from shaver.repairing.conditional import conditional_mean
 from shaver.repairing.moments import Moments, Statistics, sequential_moments
@@ -108,8 +110,12 @@ def repair(
     Raises:
         ValueError: There are no batches, they hold NaN, or model and reference do not fit together.
     """
-    if damping is not None and not damping > 0:
-        raise ValueError(f"damping is a share of the mean squared input, above 0, not {damping!r}.")
+    if damping is not None:
+        check_number("damping, a share of the mean squared input,", damping, least=0, above=True)
+    check_functions(forward=forward, progress=progress)
+    check_posterior(posterior)
+    check_network(model, "repair")
+    check_network(reference, "reference=")
     if reference is model:
         raise ValueError("the reference is the model itself; pass a copy from before pruning (copy.deepcopy).")
     data = calibration_list(batches)
@@ -232,6 +238,8 @@ def _kept(model: nn.Module, reference: nn.Module, masks: Mapping[str, Tensor] | 
                 f"{shape} in the reference. Pass the network as it was before pruning."
             )
     if masks is not None:
+        if not isinstance(masks, Mapping) or not all(isinstance(mask, Tensor) for mask in masks.values()):
+            raise TypeError(f"masks are tensors by parameter name, not {shown(masks)}.")
         for name, mask in masks.items():
             if name not in own or own[name].shape != mask.shape:
                 raise ValueError(

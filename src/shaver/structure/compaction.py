@@ -16,7 +16,7 @@ from shaver.batches import Forward, check_values
 from shaver.criteria import PosteriorLike
 from shaver.measure import Cost, cost
 from shaver.measure.example import Example
-from shaver.naming import check_name
+from shaver.naming import check_flags, check_name
 from shaver.pruning.ranking import check_sparsity
 from shaver.repairing import Repaired, repair
 from shaver.repairing.calibration import calibration_list
@@ -163,6 +163,7 @@ def compact_with_report(
     example = copied(check_example(example, forward))
     groups = find_groups(model, example, forward=forward) if groups is None else check_groups(groups, model)
     ties: Ties = {}
+    check_flags(free_widths=free_widths, in_place=in_place)
     if masks is None and not free_widths:
         groups, ties = expressible(model, groups)
     if masks is not None:

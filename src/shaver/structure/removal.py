@@ -106,8 +106,9 @@ def remove_units(
     for name, keep in kept.items():
         if not bool(keep.any()):
             raise ValueError(f"kept[{name!r}] keeps none of {groups[name].units} units; a layer needs at least one.")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    if not all(isinstance(one, Optimizer) for one in optimizers):
+    several = optimizer if isinstance(optimizer, list | tuple) else () if optimizer is None else [optimizer]
+    optimizers = [one for one in several if isinstance(one, Optimizer)]
+    if len(optimizers) < len(several):
         raise TypeError(f"optimizer takes one torch.optim.Optimizer or several, not {optimizer!r}.")
     if not in_place and (optimizers or spam is not None or hold is not None):
         raise ValueError("an optimizer, SpaM or held masks belong to the network itself: pass in_place=True with them.")

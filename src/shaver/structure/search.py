@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shaver.batches import Forward, check_values, outputs_in
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import call
-from shaver.naming import check_name
+from shaver.naming import check_flags, check_name
 from shaver.structure.arrivals import Arrivals
 from shaver.structure.coupling import Coupling
 from shaver.structure.groups import Group, Groups, Kind, Role, Slice
@@ -65,6 +65,9 @@ def find_groups(
         kinds = [kinds]
     if not isinstance(seconds, int | float) or not seconds >= 0:
         raise ValueError(f"seconds must be a number from 0, not {seconds!r}.")
+    if kinds is not None and not isinstance(kinds, Collection):
+        raise TypeError(f"kinds is a list of {', '.join(get_args(Kind))}, or None, not {kinds!r}.")
+    check_flags(residual=residual)
     wanted = {check_name("kind of group", kind, get_args(Kind)) for kind in kinds} if kinds is not None else None
     check_values(model, "find_groups")
     example = check_example(example, forward)
