@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from shaver.batches import check_values
+from shaver.batches import check_values, naming_inputs
 from shaver.likelihoods import Likelihood
 from shaver.measure.example import Example
 from shaver.measure.flops import flops
@@ -68,7 +69,8 @@ def cost(model: nn.Module, example: Example, *, latency: bool = True, repeats: i
     """
     check_values(model, "cost")
     check_flags(latency=latency)
-    counted = flops(model, example)
+    with naming_inputs(model, tree_leaves(example)):
+        counted = flops(model, example)
     return Cost(
         **_size(model),
         flops=counted.dense,

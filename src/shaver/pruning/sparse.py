@@ -159,7 +159,6 @@ def sparse_inference(
     check_network(model, "sparse_inference")
     check_count("repeats", repeats)
     check_number("from_sparsity", from_sparsity, least=0, most=1)
-    check_number("margin", margin, least=0)
     check_number("tolerance", tolerance, least=0)
     if not any(isinstance(value, Tensor) for value in tree_leaves(example)):
         kinds = "an input, a tuple of inputs or a dict"
