@@ -1,4 +1,4 @@
-r"""SpaM and MAP on four small experiments: accuracy over sparsity without fine-tuning, and training time.
+r"""SpaM and MAP on five small experiments: accuracy over sparsity without fine-tuning, and training time.
 
     python benchmarks/spam.py                               # test split, three seeds (cancer: five)
     python benchmarks/spam.py --split valid --name defaults \
@@ -43,6 +43,7 @@ EXPERIMENTS = {
     "LeNet/MNIST": Experiment("lenet", "mnist", 30),
     "FCN/MNIST": Experiment("fcn", "mnist", 30),
     "LeNet/Fashion": Experiment("lenet", "fashion", 30),
+    "CNN/digits": Experiment("digits_cnn", "digits", 60, 64),
     "FCN/cancer": Experiment(
         "fcn", "cancer", 100, 64, (("inputs", 30), ("hidden", (100, 100)), ("classes", 2)), seeds=5
     ),
@@ -58,7 +59,7 @@ def run_cell(name: str, method: str, label: str, spam: dict[str, Any], seed: int
     experiment = EXPERIMENTS[name]
     splits = shaver.data.load(
         experiment.data,
-        seed=seed if experiment.data == "cancer" else 0,
+        seed=seed if experiment.data in ("cancer", "digits") else 0,
         valid_fraction=0.1 if split == "valid" else 0.0,
     )
     judged = (splits.valid if split == "valid" else splits.test).batches(1000)

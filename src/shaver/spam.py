@@ -20,6 +20,7 @@ from shaver.curvature.estimation import STRUCTURES, estimate
 from shaver.curvature.online import UNMEASURED, OnlineCurvature
 from shaver.evidence import Posterior, improve, shrink_factor
 from shaver.evidence.noise import NoiseLearner
+from shaver.invariance import ScaleFree, kept_norms
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_count, check_name
 from shaver.priors import Grouping, make_prior
@@ -28,6 +29,7 @@ from shaver.selection import Selection
 from shaver.settings import IDLE, Settings, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
+from shaver.watch import Watch
 
 
 class SpaM:
@@ -90,6 +92,7 @@ class SpaM:
         self.likelihood = get_likelihood(likelihood)
         self.noise = NoiseLearner(self.likelihood)
         self.theta = trainable_parameters(model)
+        self.scale_free, self.watch = ScaleFree(self.theta), Watch(self.data_size)
         self._held = held_parameters(self.theta, self.ranks)
         if self._held.is_sharded:
             check_settings(prior, settings)
@@ -103,7 +106,7 @@ class SpaM:
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
         self._emptied: set[str] = set()
-        self._has_warned = False
+        self._has_warned = self._is_frozen = False
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
         if settings.online:
@@ -196,8 +199,10 @@ class SpaM:
     def observe(self, scale: float | None = None) -> float:
         """Record the curvature from the current gradients. Returns the factor of the prior in the loss."""
         weight = 1.0
+        self.scale_free.observe()
         if self.online is not None:
-            self.online.step(scale)
+            if self.online.step(scale):
+                self.watch.record(self.online.newest_nll)
             weight = self.online.weight
         return weight * self.settings.temperature / self.data_size
 
@@ -212,12 +217,12 @@ class SpaM:
     def before_step(self, optimizer: Optimizer, strength: float) -> None:
         """Add the prior's gradient, if the prior is part of the objective. ``strength`` is its factor in the loss."""
         if self.in_objective(optimizer):
-            add_prior_gradient(optimizer, self.delta_by_parameter(), strength)
+            add_prior_gradient(optimizer, self.delta_by_parameter(), strength, self.scale_free.by_parameter)
 
     def after_step(self, optimizer: Optimizer, strength: float) -> None:
         """Take the prior's proximal step, if the prior is not part of the objective."""
         if not self.in_objective(optimizer):
-            apply_prior(optimizer, self.delta_by_parameter(), strength)
+            apply_prior(optimizer, self.delta_by_parameter(), strength, self.scale_free.by_parameter)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Check each set of optimizers once."""
@@ -277,14 +282,21 @@ class SpaM:
 
     def _due(self, online: OnlineCurvature) -> bool:
         """Whether δ is updated after this step. Warns once if no curvature has been measured at all."""
-        if self.steps % self._between or self._frozen():
-            return False
-        if self.total_steps is not None and self.steps <= self.settings.burn_in * self.total_steps:
+        if self.steps % self._between or self._frozen() or not self._has_begun():
             return False
         if not online.passes and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"δ is not learned: {UNMEASURED}", stacklevel=4)
         return bool(online.measurements)
+
+    def _has_begun(self) -> bool:
+        """Whether δ may be learned: after the burn-in, once the loss has settled."""
+        if not self.settings.burn_in:
+            return True
+        if self.total_steps is None:
+            return self.watch.has_settled or not self.watch.is_told
+        begin, end = (share * self.total_steps for share in (self.settings.burn_in, self.settings.freeze))
+        return self.steps > begin and (self.watch.has_settled or self.steps > (begin + end) / 2)
 
     def _set_pace(self) -> None:
         """Measure often while δ is updated, and before the first update for as long as the average reaches back."""
@@ -296,16 +308,36 @@ class SpaM:
             idle = idle or self.steps < self.settings.burn_in * self.total_steps - memory
         self.online.every = self._every * (IDLE if idle else 1)
 
+    def freeze(self) -> None:
+        """Stop learning δ from now on, so that the weights settle under the prior as it is.
+
+        For trainings without ``total_steps``: call it when the last part of the training begins.
+        """
+        self._is_frozen = True
+
     def _frozen(self) -> bool:
+        if self._is_frozen:
+            return True
         return self.total_steps is not None and self.steps > self.settings.freeze * self.total_steps
 
     @torch.no_grad()
     def _update(self, curvature: Curvature) -> None:
-        """Move δ to the maximum of the evidence, and the weights part of the way to the new posterior mean."""
+        """Move δ towards the maximum of the evidence, and the weights part of the way to the new posterior mean."""
         settings, temperature = self.settings, self.settings.temperature
+        self._curvature = curvature
+        if self.watch.skipped:
+            self.watch.skipped -= 1
+            return
         before, rows = self.prior.snapshot(), self._held.rows()
         with torch.enable_grad():
-            posterior = improve(self.prior, curvature, rows, method=settings.method, temperature=temperature)
+            posterior = improve(
+                self.prior,
+                curvature,
+                rows,
+                method=settings.method,
+                temperature=temperature,
+                stride=settings.stride,
+            )
         scale = self.noise.update(curvature, lambda: self._held.total(posterior.effective_parameters)[0], temperature)
         if scale is not None and self.online is not None:
             self.online.rescale(scale, curvature.log_likelihood)
@@ -314,10 +346,28 @@ class SpaM:
             for name, h in curvature.diagonal().items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
                 factor = shrink_factor(h / temperature, old, new, settings.shrink)
-                rows[name].detach().mul_(factor.to(rows[name].dtype))
-        self._curvature = curvature
+                with kept_norms([self.theta[name]], self.scale_free.by_parameter):
+                    rows[name].detach().mul_(factor.to(rows[name].dtype))
         self.updates += 1
         self._warn_of_empty_matrices(rows)
+        self._warn_of_harm(posterior)
+
+    def _warn_of_harm(self, posterior: Posterior) -> None:
+        """If the loss rose or the evidence fell over several updates, hold back; warn the second time."""
+        if self.online is None:
+            return
+        likelihood = posterior.curvature.log_likelihood / self.settings.temperature
+        evidence = math.nan
+        if math.isfinite(likelihood):
+            evidence = likelihood + self._held.total(posterior.log_evidence - likelihood)[0]
+        harm = self.watch.harm(evidence)
+        if harm is not None and self.watch.signs == 2:
+            warnings.warn(
+                f"{harm} while δ was learned, for the second time (step {self.steps}). SpaM skips the next "
+                f"{self.watch.skipped} updates of δ. If this goes on, lower the learning rate, or the temperature, so "
+                "that the data count more against the prior.",
+                stacklevel=5,
+            )
 
     def _warn_of_empty_matrices(self, rows: dict[str, Tensor]) -> None:
         """Warn when a whole weight matrix has become zero, because the layer then has no effect."""
@@ -399,6 +449,7 @@ class SpaM:
             kept: Parameter → dimension → the kept positions.
         """
         self.theta = trainable_parameters(self.model)
+        self.scale_free.select(self.theta)
         self._held = held_parameters(self.theta, self.ranks)
         added = {name: p for name, p in self.theta.items() if name not in self.prior.names}
         self.prior = self.prior.select(kept, added, self.settings.initial_precision)
@@ -430,6 +481,9 @@ class SpaM:
             "epochs": self.epochs,
             "updates": self.updates,
             "outputs": self.noise.outputs,
+            "scale_free": self.scale_free.state(),
+            "watch": self.watch.state(),
+            "is_frozen": self._is_frozen,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -450,6 +504,9 @@ class SpaM:
         self.likelihood.load_state(state["likelihood"])
         self.steps, self.epochs, self.updates = state["steps"], state["epochs"], state["updates"]
         self.noise.outputs = state["outputs"]
+        self.scale_free.load_state(state["scale_free"])
+        self.watch.load_state(state["watch"])
+        self._is_frozen = state["is_frozen"]
         self._set_pace()
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from shaver.invariance import kept_norms, remove_radial
 from shaver.shards import local
 
 #: Proximal factors below this become zero. Otherwise weights become subnormal numbers, which slow a CPU down.
@@ -39,7 +40,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Iterable[Tenso
 
 
 @torch.no_grad()
-def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: float) -> None:
+def apply_prior(
+    optimizer: Optimizer,
+    delta: Mapping[Tensor, Tensor],
+    strength: float,
+    scale_free: Mapping[Tensor, int] | None = None,
+) -> None:
     """θ ← θ / (1 + η · strength · δ) after the optimizer's step: the proximal step for ½ · strength · θᵀδθ.
 
     An explicit gradient step diverges where η · strength · δ > 2; this one cannot. η is the optimizer's effective
@@ -49,6 +55,7 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
         optimizer: The optimizer; its own step has just been taken.
         delta: Parameter → precision, broadcastable. Parameters without a precision do not change.
         strength: Factor of the prior in the minimised loss: 1/N for a mean over N samples.
+        scale_free: Parameter → number of groups of rows whose norm is kept; see :mod:`shaver.invariance`.
     """
     for group in optimizer.param_groups:
         weights = [p for p in group["params"] if p in delta and p.grad is not None]
@@ -65,7 +72,8 @@ def apply_prior(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: 
         torch._foreach_reciprocal_(factors)
         for factor in factors:
             F.threshold(factor, NEGLIGIBLE, 0.0, inplace=True)
-        torch._foreach_mul_([local(p) for p in weights], factors)
+        with kept_norms(weights, scale_free or {}):
+            torch._foreach_mul_([local(p) for p in weights], factors)
 
 
 @torch.no_grad()
@@ -106,11 +114,17 @@ def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
 
 
 @torch.no_grad()
-def add_prior_gradient(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], strength: float) -> None:
+def add_prior_gradient(
+    optimizer: Optimizer,
+    delta: Mapping[Tensor, Tensor],
+    strength: float,
+    scale_free: Mapping[Tensor, int] | None = None,
+) -> None:
     """Add the gradient of ½ · strength · θᵀδθ before the step: weight decay with its own δ per weight.
 
     SGD diverges if δ is too large for its step size. There δ is limited to the value whose step ends at zero.
-    Optimizers that normalise their gradients need no such limit.
+    Optimizers that normalise their gradients need no such limit. ``scale_free`` as in :func:`apply_prior`: there the
+    part of the gradient that would change the norm is left out.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -118,7 +132,10 @@ def add_prior_gradient(optimizer: Optimizer, delta: Mapping[Tensor, Tensor], str
                 gradient, counted = local(p.grad), delta[p] * strength
                 if isinstance(optimizer, SGD) and (step := effective_step(optimizer, group, p)):
                     counted.clamp_(max=1.0 / step)
-                gradient.add_((counted * local(p)).to(gradient.dtype))
+                pull = counted * local(p)
+                if scale_free and p in scale_free:
+                    remove_radial(pull, local(p), scale_free[p])
+                gradient.add_(pull.to(gradient.dtype))
 
 
 def unscale(optimizer: Optimizer, scaler: Any) -> None:

@@ -12,7 +12,7 @@ import shaver
 from shaver.commands.main import main
 from shaver.structure import Gradual, compact_with_report
 
-QUICK = {"every": 2, "update": 5, "prior": "unit"}
+QUICK = {"every": 2, "update": 5, "prior": "unit", "burn_in": 0.0}
 
 
 @pytest.fixture(scope="module")

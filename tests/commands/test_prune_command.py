@@ -17,7 +17,7 @@ from shaver.commands.main import main
 from shaver.criteria import registry
 from shaver.io import load_state, save_state, save_tensors
 
-QUICK = {"every": 2, "update": 5, "shrink": 0.0}
+QUICK = {"every": 2, "update": 5, "shrink": 0.0, "burn_in": 0.0}
 OWN = """
 import torch
 from torch import nn

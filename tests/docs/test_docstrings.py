@@ -79,7 +79,7 @@ class Reader:
 
     @cached_property
     def spam(self) -> Any:
-        spam = shaver.SpaM(self.model, data_size=32, every=1, update=1)
+        spam = shaver.SpaM(self.model, data_size=32, every=1, update=1, burn_in=0)
         for images, labels in self.loader:
             loss = F.cross_entropy(self.model(images), labels)
             self.optimizer.zero_grad()

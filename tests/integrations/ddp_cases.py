@@ -11,7 +11,7 @@ from shaver.settings import PAPER
 from shaver.spam import SpaM
 
 N = 44
-QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3}
+QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3, "burn_in": 0.0}
 
 
 def blobs() -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from shaver.training import Options
 from tests.integrations.ddp_cases import mlp
 
 N = 45  # in batches of 11 the last holds one sample: some rank has none
-SPAM: dict[str, Any] = {"source": "ef", "every": 2, "decay": 0.8, "update": 3}
+SPAM: dict[str, Any] = {"source": "ef", "every": 2, "decay": 0.8, "update": 3, "burn_in": 0.0}
 
 
 def data(seed: int = 1) -> TensorDataset:

@@ -146,7 +146,7 @@ def test_only_the_first_evaluation_of_a_step_is_looked_at(source: str):
 
 def test_lbfgs_forgets_when_delta_changes():
     model = mlp().double()
-    spam = SpaM(model, 44, every=1, update=2)
+    spam = SpaM(model, 44, every=1, update=2, burn_in=0)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     remembered = []
     for _ in range(4):

@@ -17,7 +17,7 @@ from shaver.spam import SpaM
 from tests.curvature.languages import CAUSAL, CLASSIFIERS, build, tokens
 
 N, BATCH, EPOCHS, WARMUP, LR = 16, 4, 4, 2, 1e-2
-QUICK: dict[str, Any] = {"every": 2, "update": 2, "decay": 0.8}
+QUICK: dict[str, Any] = {"every": 2, "update": 2, "decay": 0.8, "burn_in": 0.0}
 
 
 class InOrder(T.Trainer):

@@ -16,7 +16,7 @@ from shaver.spam import SpaM
 from tests.spam.toys import assert_close, blobs, mlp, seeded, sgd, split, train, weights
 
 UPPER = math.exp(LOG_BOUNDS[1])
-OFTEN: dict[str, Any] = {"every": 1, "decay": 0.9, "update": 10}
+OFTEN: dict[str, Any] = {"every": 1, "decay": 0.9, "update": 10, "burn_in": 0.0}
 
 
 def logistic(samples: int = 600, inputs: int = 33, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def test_inputs_without_a_say_get_the_highest_precision(make: Any, source: str):
     x, y = logistic()
     model = seeded(lambda: nn.Linear(33, 3))
     total = 40 * 10
-    spam = SpaM(model, 600, source=source, total_steps=total, **OFTEN)
+    spam = SpaM(model, 600, source=source, total_steps=total, stride=1.0, **OFTEN)
     optimizer = make(model.parameters())
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     for _ in range(40):
@@ -108,7 +108,7 @@ def test_the_noise_settles_wherever_it_starts(start: float):
         model.bias.copy_(solution[6])
     rss = float((model(x) - y).detach().square().sum())
     likelihood = Regression(noise=start)
-    spam = SpaM(model, 400, likelihood=likelihood, source="mc", every=1, decay=0.9, update=1, shrink=0.0)
+    spam = SpaM(model, 400, likelihood=likelihood, source="mc", every=1, decay=0.9, update=1, shrink=0.0, burn_in=0)
     optimizer = sgd(model, 0.0)
     for step in range(20):
         before = likelihood.noise

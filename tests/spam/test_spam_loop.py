@@ -128,6 +128,7 @@ def updates(total: int | None, steps: int, **options: Any) -> list[int]:
     """The steps at which δ was updated."""
     model = mlp()
     spam = SpaM(model, N, total_steps=total, every=1, update=4, **options)
+    spam.watch.has_settled = True
     (x, y), *_ = split(blobs(), 8)
     optimizer, found = sgd(model, 0.01), []
     for step in range(1, steps + 1):
@@ -145,11 +146,25 @@ def test_delta_is_learned_between_burn_in_and_freeze():
     assert updates(None, 14) == [4, 8, 12], "without total_steps there is neither"
 
 
-def test_delta_stays_as_it_is_after_the_freeze():
+def test_the_first_update_waits_for_the_loss_to_settle_but_not_for_ever():
+    """One batch again and again: its loss only falls, and never by less than its noise, which is none."""
+    model, (batch, *_) = mlp(), split(blobs(), 8)
+    for total, first in ((48, 20), (None, math.inf)):  # the middle between 10 % and 70 %, rounded up to an update
+        spam = SpaM(model, N, total_steps=total, every=1, update=4)
+        optimizer = sgd(model, 1e-3)
+        for step in range(1, 41):
+            train(model, spam, optimizer, [batch])
+            assert spam.updates == max(0, (min(step, 33) - first) // 4 + 1) if step >= first else not spam.updates
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_delta_stays_as_it_is_after_the_freeze(by_hand: bool):
     model = mlp()
-    spam = SpaM(model, N, total_steps=40, burn_in=0.0, freeze=0.5, **QUICK)
+    spam = SpaM(model, N, **QUICK) if by_hand else SpaM(model, N, total_steps=40, freeze=0.5, **QUICK)
     optimizer, batches = sgd(model), split(blobs())
     train(model, spam, optimizer, batches, 4)  # 24 steps
+    if by_hand:
+        spam.freeze()
     frozen, at = spam.prior.delta(), weights(model)
     train(model, spam, optimizer, batches, 2)
     assert_close(spam.prior.delta(), frozen, 0.0)
@@ -192,7 +207,18 @@ def test_online_the_end_of_an_epoch_is_nothing_special():
 def test_an_update_finds_the_best_delta_and_moves_the_weights_along(shrink: float, temperature: float):
     """With a learning rate of 0 only the shrink moves weights, and the whole data set in a batch makes H exact."""
     model, (x, y) = mlp(), blobs()
-    spam = SpaM(model, N, source="ef", every=1, decay=0.0, update=1, shrink=shrink, temperature=temperature)
+    spam = SpaM(
+        model,
+        N,
+        source="ef",
+        every=1,
+        decay=0.0,
+        update=1,
+        burn_in=0,
+        shrink=shrink,
+        temperature=temperature,
+        stride=1.0,
+    )
     optimizer = sgd(model, 0.0)
     delta = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     for step in range(3):

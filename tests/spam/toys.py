@@ -11,7 +11,7 @@ from shaver.spam import SpaM
 N = 96
 
 #: Options under which δ is learned within a few steps.
-QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3}
+QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3, "burn_in": 0.0}
 
 
 def blobs(samples: int = N, seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from shaver.structure import Gradual, choose_units, compact_with_report, find_gr
 from shaver.structure.costs import Costs
 from tests.structure.known_groups import cnn, fcn
 
-QUICK = {"every": 2, "update": 4}
+QUICK = {"every": 2, "update": 4, "burn_in": 0.0}
 
 
 def data(batches=8):

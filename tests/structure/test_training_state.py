@@ -189,7 +189,7 @@ def test_an_added_bias_is_trained_and_has_a_prior():
         optimizer = torch.optim.Adam(
             [{"params": [model[0].weight, model[0].bias]}, {"params": [model[2].weight]}], 0.01
         )
-        spam = SpaM(model, 16, prior=prior, every=1, update=2)
+        spam = SpaM(model, 16, prior=prior, every=1, update=2, burn_in=0)
         train(model, optimizer, [(x, y)] * 2, spam)
         with torch.no_grad():
             model[0].weight[:3] = 0

@@ -11,7 +11,7 @@ from shaver.settings import PAPER
 from shaver.training import Options, fit
 from tests.training.problems import batches, identical, network, noisy_forward, weights
 
-QUICK = {"every": 3, "update": 6, "shrink": 0.5}
+QUICK = {"every": 3, "update": 6, "shrink": 0.5, "burn_in": 0.0}
 METHODS = [
     {"method": "map"},
     {"method": "map", "optimizer": "adam"},

@@ -14,7 +14,7 @@ from shaver.spam import SpaM
 from shaver.training import Diverged, Options, fit
 from tests.training.problems import batches, blobs, identical, network, weights
 
-QUICK = {"every": 3, "update": 12, "shrink": 0.0}
+QUICK = {"every": 3, "update": 12, "shrink": 0.0, "burn_in": 0.0}
 
 
 def test_fit_equals_a_loop_of_ones_own():

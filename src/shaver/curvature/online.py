@@ -103,7 +103,7 @@ class OnlineCurvature:
         self.ranks, self.seed = ranks, check_count("seed", seed, 0)
         self.generator = torch.Generator().manual_seed(seed)
         self.average: dict[str, Tensor] = {}
-        self.average_nll = 0.0
+        self.average_nll = self.newest_nll = 0.0
         self.measurements = self.passes = self.steps = 0
         self.weight = 1.0
         self.rules: dict[str, str] = {}
@@ -358,7 +358,8 @@ class OnlineCurvature:
             share = (1 - self.decay) * self.data_size / count / unit
             averages = [self.average[name] for name in seen_names]
             torch._foreach_add_(averages, [self._sums[name] for name in seen_names], alpha=share)
-        self.average_nll = self.decay * self.average_nll + (1 - self.decay) * nll / count
+        self.newest_nll = nll / count
+        self.average_nll = self.decay * self.average_nll + (1 - self.decay) * self.newest_nll
         if known:
             self.weight = weight / known / (scale or 1.0)
         self.measurements += 1

@@ -1,0 +1,89 @@
+"""Watches a training: when its loss has settled enough to learn δ, and whether learning δ does harm."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+#: Measured losses per window. Two windows are compared.
+WINDOW = 5
+#: A rise counts if it exceeds this many standard errors and this share of the loss.
+ERRORS, SHARE = 4.0, 0.1
+#: The evidence counts as falling after this many falls in a row that add up to this many nats per sample.
+FALLS, NATS = 5, 0.05
+#: Updates of δ that are skipped after the first sign of harm. Every further sign doubles the number.
+PAUSE = 5
+
+
+class Watch:
+    """Compares the newest measured losses with those before them, and follows the evidence.
+
+    Args:
+        data_size: Number of training samples.
+
+    Attributes:
+        has_settled: Whether δ may be learned: the loss no longer falls faster than it differs between batches.
+        is_told: Whether any loss has been recorded.
+        skipped: Updates of δ that are still to be skipped.
+        signs: How often something became worse.
+    """
+
+    def __init__(self, data_size: int) -> None:
+        self._data_size = data_size
+        self._losses: list[float] = []
+        self._evidence: list[float] = []
+        self.has_settled = self.is_told = False
+        self.skipped = self.signs = 0
+
+    def record(self, loss: float) -> None:
+        """Add the mean negative log likelihood of a measured batch."""
+        if not math.isfinite(loss):
+            return
+        self.is_told = True
+        self._losses = [*self._losses, loss][-2 * WINDOW :]
+        if len(self._losses) == 2 * WINDOW and not self.has_settled:
+            fall, noise = self._compare()
+            self.has_settled = fall < noise
+
+    def harm(self, log_evidence: float) -> str | None:
+        """After an update of δ: what has become worse, in words with numbers, or None. Sets ``skipped``."""
+        if math.isfinite(log_evidence):
+            self._evidence = [*self._evidence, log_evidence][-FALLS - 1 :]
+        found = self._risen() or self._fallen()
+        if found is None:
+            return None
+        self._losses, self._evidence = [], []  # what follows is compared anew
+        self.skipped = PAUSE * 2**self.signs
+        self.signs += 1
+        return found
+
+    def _risen(self) -> str | None:
+        if len(self._losses) < 2 * WINDOW:
+            return None
+        fall, noise = self._compare()
+        before, now = statistics.fmean(self._losses[:WINDOW]), statistics.fmean(self._losses[WINDOW:])
+        if -fall > ERRORS * noise * math.sqrt(2 / WINDOW) and -fall > SHARE * before:
+            return f"the training loss rose from {before:.4g} to {now:.4g}"
+        return None
+
+    def _fallen(self) -> str | None:
+        values = self._evidence
+        falls = all(later < earlier for earlier, later in pairwise(values))
+        if len(values) > FALLS and falls and values[0] - values[-1] > NATS * self._data_size:
+            return f"the log evidence fell from {values[0]:,.0f} to {values[-1]:,.0f} over {FALLS} updates"
+        return None
+
+    def _compare(self) -> tuple[float, float]:
+        """How much the mean loss fell from the first window to the second, and the spread between batches."""
+        before, now = self._losses[:WINDOW], self._losses[WINDOW:]
+        noise = math.sqrt((statistics.variance(before) + statistics.variance(now)) / 2)
+        return statistics.fmean(before) - statistics.fmean(now), noise
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to resume."""
+        return {name: value for name, value in vars(self).items() if name != "_data_size"}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state` returned."""
+        vars(self).update(state)

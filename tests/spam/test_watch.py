@@ -1,0 +1,69 @@
+"""When δ may be learned, and what is noticed when learning it does harm."""
+
+import math
+import random
+
+from shaver.watch import FALLS, PAUSE, WINDOW, Watch
+from tests.seeds import OFFSET
+
+
+def told(watch: Watch, losses: list[float]) -> Watch:
+    for loss in losses:
+        watch.record(loss)
+    return watch
+
+
+def noise(count: int, size: float = 0.05) -> list[float]:
+    draw = random.Random(0 + OFFSET)
+    return [draw.uniform(-size, size) for _ in range(count)]
+
+
+def test_a_loss_that_falls_faster_than_its_noise_has_not_settled():
+    falling = [2.3 - 0.1 * i + e for i, e in enumerate(noise(2 * WINDOW))]
+    assert not told(Watch(100), falling).has_settled
+    level = [0.3 + e for e in noise(2 * WINDOW)]
+    assert told(Watch(100), falling + level + level).has_settled
+    assert not told(Watch(100), level[:-1]).has_settled, "two whole windows are compared"
+
+
+def test_losses_that_are_not_finite_are_left_out():
+    watch = told(Watch(100), [math.nan, math.inf])
+    assert not watch.is_told
+
+
+def test_a_loss_that_rises_beyond_its_noise_is_harm_and_each_sign_doubles_the_pause():
+    watch = Watch(100)
+    for sign in range(3):
+        told(watch, [0.3 + e for e in noise(WINDOW)])
+        assert watch.harm(math.nan) is None
+        told(watch, [0.6 + e for e in noise(WINDOW)])
+        found = watch.harm(math.nan)
+        assert found is not None
+        assert found.startswith("the training loss rose from 0.")
+        assert watch.skipped == PAUSE * 2**sign
+    assert watch.signs == 3
+
+
+def test_noise_alone_is_no_harm():
+    draw = random.Random(1 + OFFSET)
+    signs = 0
+    for _ in range(200):
+        watch = told(Watch(100), [max(0.0, draw.gauss(0.3, 0.1)) for _ in range(2 * WINDOW)])
+        signs += watch.harm(math.nan) is not None
+    assert signs <= 4
+
+
+def test_evidence_that_falls_again_and_again_is_harm():
+    watch = Watch(100)
+    found = [watch.harm(-1000.0 - 10 * i) for i in range(FALLS + 1)]
+    assert found[:-1] == [None] * FALLS
+    assert found[-1] == f"the log evidence fell from -1,000 to -{1000 + 10 * FALLS:,} over {FALLS} updates"
+    assert all(Watch(100_000).harm(-1000.0 - 10 * i) is None for i in range(9)), "small beside so many samples"
+
+
+def test_the_state_is_all_there_is():
+    watch = told(Watch(100), [0.3 + e for e in noise(2 * WINDOW)])
+    watch.harm(-5.0)
+    other = Watch(100)
+    other.load_state(watch.state())
+    assert vars(other) == vars(watch)
