@@ -7,6 +7,7 @@ function, but it would change the effective step size, lr/‖w‖², and leave t
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,20 +82,22 @@ class ScaleFree:
                     total[1] += int(used.sum())
         if self.steps == STEPS:
             for name, sums in self._sums.items():
-                fits = [
-                    count for count, (total, seen) in sums.items() if seen >= STEPS / 2 and total < ORTHOGONAL * seen
-                ]
+                fits = [count for count, (total, seen) in sums.items() if seen >= STEPS and total < ORTHOGONAL * seen]
                 if fits:
                     self.groups[name] = max(fits)
             self._sums.clear()
 
-    def state(self) -> dict[str, object]:
-        """What was found, to resume."""
-        return {"groups": dict(self.groups), "steps": self.steps if self.steps == STEPS else 0}
+    def state(self) -> dict[str, Any]:
+        """Everything needed to resume."""
+        sums = {name: {str(count): list(total) for count, total in of.items()} for name, of in self._sums.items()}
+        return {"groups": dict(self.groups), "steps": self.steps, "sums": sums}
 
-    def load_state(self, state: Mapping[str, object]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
-        self.groups, self.steps = dict(state["groups"]), int(state["steps"])  # type: ignore[call-overload]
+        self.groups, self.steps = dict(state["groups"]), state["steps"]
+        self._sums = {
+            name: {int(count): list(total) for count, total in of.items()} for name, of in state["sums"].items()
+        }
 
 
 @contextmanager

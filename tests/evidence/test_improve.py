@@ -47,9 +47,10 @@ def test_the_gradient_raises_the_evidence(kind, structure, init):
 def test_both_methods_meet_where_the_dense_evidence_is_flat_and_highest(kind, structure):
     theta, curvature = make_theta(), make_curvature(structure)
     tops = []
-    for method, steps in (("fixed_point", 400), ("gradient", 1500)):
+    for method, steps in (("fixed_point", 400), ("gradient", 600)):
         prior = make_prior(kind, theta)
-        tops.append(improve(prior, curvature, theta, method=method, steps=steps).log_evidence)
+        improve(prior, curvature, theta, method=method, steps=steps)
+        tops.append(improve(prior, curvature, theta, method=method, steps=300, lr=0.01).log_evidence)  # Adam settles
         logs = {f.key: f.values.log().requires_grad_() for f in prior.factors}
         value = dense_evidence(curvature, theta, by_hand(kind, {k: u.exp() for k, u in logs.items()}))
         value.backward()

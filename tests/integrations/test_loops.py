@@ -42,7 +42,7 @@ def names() -> dict[str, Any]:
         "model": mlp(),
         "loader": loader,
         "train_set": train_set,
-        "epochs": 3,
+        "epochs": 60,
     }
 
 

@@ -121,7 +121,7 @@ def test_factored_state_follows_along_the_dimensions_it_has():
 @pytest.mark.parametrize("source", ["ef", "mc"])
 @pytest.mark.parametrize("prior", ["parameter", "unit", "layer", "scalar"])
 def test_spams_precisions_and_curvature_are_those_of_the_weights_that_stayed(prior, source):
-    pair = Pair(OPTIMIZERS["momentum"], prior=prior, source=source, every=1, update=3, seed=3)
+    pair = Pair(OPTIMIZERS["momentum"], prior=prior, source=source, every=1, update=3, burn_in=0, seed=3)
     whole, small = pair.sides[0][3], pair.sides[1][3]
     assert whole.updates == small.updates == 1
 
@@ -151,7 +151,7 @@ def test_a_users_own_grouping_follows():
             torch.arange(len(parameter)).reshape(-1, *[1] * (parameter.ndim - 1)) if parameter.ndim > 1 else "vectors"
         )
 
-    pair = Pair(OPTIMIZERS["Adam"], prior=by_row, every=1, update=2)
+    pair = Pair(OPTIMIZERS["Adam"], prior=by_row, every=1, update=2, burn_in=0)
     whole, small = pair.sides[0][3], pair.sides[1][3]
     for name in whole.prior.names:
         delta = whole.prior.delta_of(name).expand(whole.theta[name].shape)
