@@ -1,5 +1,6 @@
 """Public functions with arguments that work, values that they cannot have, and what becomes of each such call."""
 
+import contextlib
 import copy
 import inspect
 import tempfile
@@ -93,7 +94,8 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[st
 
 def attempts(values: Iterable[str] = VALUES) -> Iterator[tuple[str, str, str]]:
     """Replace every argument of every function by each value: (the call in words, its outcome, the error)."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    # in a folder of its own, because a name such as "x" is a folder to write to
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for function, arguments in calls(Path(folder)):
             start = copy.deepcopy(arguments.get("model"))  # a call may leave hooks or other weights
