@@ -115,7 +115,9 @@ def draw_errors(rows: list[Row], path: Path) -> None:
                 axis.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=34, label=label, alpha=0.8)
         for name, times, error in PUBLISHED[task]:
             axis.scatter([total / times], [error], facecolor="none", edgecolor=INK, s=34)
-            axis.annotate(f"{name}, published", (total / times, error), (5, 5), textcoords="offset points", fontsize=7)
+            axis.annotate(
+                f"{name}, published", (total / times, error), (0, -11), textcoords="offset points", fontsize=7
+            )
         axis.set_xscale("log")
         for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
             formatter(lambda value, _: f"{value:,.0f}")
