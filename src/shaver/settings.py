@@ -32,9 +32,6 @@ class Settings:
             between ``burn_in`` and ``freeze``, until the loss falls more slowly than it differs between batches; 0 to
             begin at once. By epochs: number of epochs.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
-        stride: How far log δ moves towards its best value at each update: 1 all the way, 0.5 half of it. The weights
-            are noisy while they are trained. Half steps average over this noise; after a whole step, a weight that
-            happens to pass through zero has so large a δ that it does not come back.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all.
         proximal: Apply the prior as a proximal step after the optimizer's step; this is stable for every δ. False
@@ -55,7 +52,6 @@ class Settings:
     update: int | None = None
     burn_in: float = 0.1
     freeze: float = 0.7
-    stride: float = 0.5
     shrink: float = 0.75
     proximal: bool = True
     frequency: int = 1
@@ -77,10 +73,8 @@ class Settings:
         for name in ("online", "proximal"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        for name, most in (("stride", 1), ("shrink", 1), ("freeze", 1), ("decay", 1), ("burn_in", math.inf)):
+        for name, most in (("shrink", 1), ("freeze", 1), ("decay", 1), ("burn_in", math.inf)):
             check_number(name, getattr(self, name), least=0, most=most)
-        if not self.stride:
-            raise ValueError("stride must be above 0: δ would never change.")
         if self.decay == 1:
             raise ValueError(f"decay must be below 1, not {self.decay!r}: the average would never change.")
         for name in ("temperature", "initial_precision"):
@@ -116,22 +110,14 @@ IDLE = 4
 #: very large for a weight without a gradient, such as the embedding of an unused word, and would erase what was
 #: pretrained. Shrinking to the posterior mean would too: δ from a few samples is noisy, each rise of δ shrinks weights,
 #: and a later fall does not restore them.
-FINE_TUNING = Settings(stride=1.0, shrink=0.0, proximal=False)
+FINE_TUNING = Settings(shrink=0.0, proximal=False)
 
 #: For Kronecker curvature, which is learned by epochs.
-KRONECKER = Settings(online=False, source="ggn", burn_in=0, stride=1.0, shrink=0.0)
+KRONECKER = Settings(online=False, source="ggn", burn_in=0, shrink=0.0)
 
 #: The paper's algorithm: GGN after every epoch, 100 Adam steps on log δ, the prior as a gradient.
 PAPER = Settings(
-    source="ggn",
-    online=False,
-    burn_in=0,
-    freeze=1.0,
-    stride=1.0,
-    shrink=0.0,
-    proximal=False,
-    method="gradient",
-    loss="mean",
+    source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean"
 )
 
 

@@ -322,7 +322,7 @@ class SpaM:
 
     @torch.no_grad()
     def _update(self, curvature: Curvature) -> None:
-        """Move δ towards the maximum of the evidence, and the weights part of the way to the new posterior mean."""
+        """Move δ to the maximum of the evidence, and the weights part of the way to the new posterior mean."""
         settings, temperature = self.settings, self.settings.temperature
         self._curvature = curvature
         if self.watch.skipped:
@@ -330,14 +330,7 @@ class SpaM:
             return
         before, rows = self.prior.snapshot(), self._held.rows()
         with torch.enable_grad():
-            posterior = improve(
-                self.prior,
-                curvature,
-                rows,
-                method=settings.method,
-                temperature=temperature,
-                stride=settings.stride,
-            )
+            posterior = improve(self.prior, curvature, rows, method=settings.method, temperature=temperature)
         scale = self.noise.update(curvature, lambda: self._held.total(posterior.effective_parameters)[0], temperature)
         if scale is not None and self.online is not None:
             self.online.rescale(scale, curvature.log_likelihood)

@@ -206,17 +206,3 @@ def test_mistakes_are_answered():
     prior.factors[0].values = torch.tensor(math.nan)
     with pytest.raises(FloatingPointError, match=r"prior precision of 'conv.weight'"):
         improve(prior, make_curvature("diag"), theta)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_a_stride_is_the_geometric_mean_and_never_lowers_the_evidence(kind: str):
-    """The evidence is concave in log δ, so every point on the way to its maximum is at least as high."""
-    theta = make_theta()
-    curvature = make_curvature("diag")
-    whole, half = make_prior(kind, theta), make_prior(kind, theta)
-    start = Posterior(curvature, half, theta).log_evidence
-    best = improve(whole, curvature, theta).log_evidence
-    found = improve(half, curvature, theta, stride=0.5).log_evidence
-    assert start <= found <= best
-    for name in theta:
-        torch.testing.assert_close(half.delta_of(name), whole.delta_of(name).sqrt(), msg=name)

@@ -54,7 +54,7 @@ def test_inputs_without_a_say_get_the_highest_precision(make: Any, source: str):
     x, y = logistic()
     model = seeded(lambda: nn.Linear(33, 3))
     total = 40 * 10
-    spam = SpaM(model, 600, source=source, total_steps=total, stride=1.0, **OFTEN)
+    spam = SpaM(model, 600, source=source, total_steps=total, **OFTEN)
     optimizer = make(model.parameters())
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     for _ in range(40):

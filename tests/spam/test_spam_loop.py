@@ -217,7 +217,6 @@ def test_an_update_finds_the_best_delta_and_moves_the_weights_along(shrink: floa
         burn_in=0,
         shrink=shrink,
         temperature=temperature,
-        stride=1.0,
     )
     optimizer = sgd(model, 0.0)
     delta = {name: torch.ones_like(p) for name, p in model.named_parameters()}

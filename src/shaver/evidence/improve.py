@@ -40,7 +40,6 @@ def improve(
     steps: int | None = None,
     lr: float = 0.1,
     temperature: float = 1.0,
-    stride: float = 1.0,
 ) -> Posterior:
     """Update the prior's δ in place to maximise the evidence at these weights. The evidence never falls.
 
@@ -57,7 +56,6 @@ def improve(
         steps: Maximum number of steps. Default: 30 for the fixed point, which stops once converged; 100 for Adam.
         lr: Adam's learning rate in log δ.
         temperature: T: H counts 1/T times.
-        stride: How far log δ moves towards the maximum: 1 all the way, 0.5 half of it.
 
     Returns:
         The posterior under the improved prior.
@@ -72,7 +70,6 @@ def improve(
         if not bool(((factor.values > 0) & factor.values.isfinite()).all()):
             raise FloatingPointError(f"the prior precision of {factor.key!r} is not positive and finite everywhere.")
     bases = make_bases(curvature, temperature)
-    start = [factor.values for factor in prior.factors]
     for factors in prior.parts:
         part = _Part(prior, factors, bases, posterior.theta)
         if method == "gradient":
@@ -81,9 +78,6 @@ def improve(
             _closed(part)
         else:
             _iterate(part, steps)
-    if stride != 1:
-        for factor, before in zip(prior.factors, start, strict=True):
-            factor.values = before.log().lerp_(factor.values.log(), stride).exp_()
     prior.fix_gauge()
     return Posterior(curvature, prior, theta, temperature)
 
