@@ -28,9 +28,9 @@ class Settings:
         decay: Online: decay of the moving average of H, per curvature measurement.
         update: Online: steps between updates of δ. Default: 50, or fewer if a short training would otherwise have
             fewer than five updates.
-        burn_in: Share of ``total_steps`` before the first update of δ. The first update also waits, up to the middle
-            between ``burn_in`` and ``freeze``, until the loss falls more slowly than it differs between batches; 0 to
-            begin at once. By epochs: number of epochs.
+        burn_in: Share of ``total_steps`` before the first update of δ. Without ``total_steps``, the first update waits
+            until the loss falls more slowly than it differs between batches; 0 to begin at once. By epochs: number of
+            epochs.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all.

@@ -63,6 +63,9 @@ class SpaM:
     Attributes:
         prior: The prior; ``prior.delta()`` gives the precisions.
         updates: Number of updates of δ so far.
+        scale_free: Weights whose scale has no effect, such as filters before a BatchNorm; see
+            :class:`shaver.invariance.ScaleFree`.
+        watch: When δ is learned and when it is held; see :class:`shaver.watch.Watch`.
     """
 
     def __init__(
@@ -290,13 +293,10 @@ class SpaM:
         return bool(online.measurements)
 
     def _has_begun(self) -> bool:
-        """Whether δ may be learned: after the burn-in, once the loss has settled."""
-        if not self.settings.burn_in:
-            return True
-        if self.total_steps is None:
-            return self.watch.has_settled or not self.watch.is_told
-        begin, end = (share * self.total_steps for share in (self.settings.burn_in, self.settings.freeze))
-        return self.steps > begin and (self.watch.has_settled or self.steps > (begin + end) / 2)
+        """Whether δ may be learned: after the burn-in or, if the length is unknown, once the loss has settled."""
+        if self.total_steps is not None:
+            return self.steps > self.settings.burn_in * self.total_steps
+        return not self.settings.burn_in or self.watch.has_settled or not self.watch.is_told
 
     def _set_pace(self) -> None:
         """Measure often while δ is updated, and before the first update for as long as the average reaches back."""

@@ -85,15 +85,18 @@ def _link_models(out: Path) -> None:
 
 
 def _show_compact(out: Path, seed: int, console: Console) -> None:
-    """Remove most units of the network with the unit prior, and draw what is left."""
+    """Remove most units of the network with the unit prior, repair the others, and draw what is left."""
     trained = load_trained(out / "models" / f"units-spam-{seed}.safetensors")
     model, posterior = trained.model, trained.posterior
     assert posterior is not None
-    test = list(shaver.data.load("digits", seed=seed).test.batches(256))
+    data = shaver.data.load("digits", seed=seed)
+    test, train = list(data.test.batches(256)), data.train.batches(256)
     example = test[0][0][:2]
     with console.status("Removing units, and drawing what is left …"):
-        report = compact_with_report(model, example, posterior=posterior, sparsity=UNITS)
-        before, after = (summary(network, test, example) for network in (model, report.model))
+        removed = compact_with_report(model, example, posterior=posterior, sparsity=UNITS)
+        report = compact_with_report(model, example, posterior=posterior, sparsity=UNITS, calibration=train)
+        networks = (model, removed.model, report.model)
+        before, unrepaired, after = (summary(network, test, example) for network in networks)
         masked = copy.deepcopy(model)
         prune(masked, score(masked, "opd", posterior=posterior), WEIGHTS)
         states: dict[str, nn.Module] = {
@@ -107,7 +110,12 @@ def _show_compact(out: Path, seed: int, console: Console) -> None:
         layer_bars(states, pictures / "layers")
         precision_histograms({"unit prior": posterior.delta()}, model, pictures / "precision")
         save(report.model, out / "compact")
-    console.print(f"\nDigits: {100 * UNITS:.0f} % of the units removed by OPD, not fine-tuned", style="bold")
+    console.print(
+        f"\nDigits: {100 * UNITS:.0f} % of the units removed by OPD, the rest repaired from unlabelled images, no "
+        "fine-tuning",
+        style="bold",
+        soft_wrap=True,
+    )
     console.print(str(report.choice), highlight=False, markup=False)
-    console.print(before_and_after(before, after, "digits, test split", smaller=True))
+    console.print(before_and_after(before, after, "digits, test split", smaller=True, unrepaired=unrepaired))
     console.print(f"The small network is in [bold]{out / 'compact'}[/], its filters in {pictures / 'filters.svg'}.")
