@@ -266,7 +266,7 @@ def test_the_list_and_the_recipe_are_shown_without_any_folder(capsys, monkeypatc
         (["distilbert-imdb", "--weights", "distilbert-base-uncased"], "'distilbert-base-uncased' is none"),
         (["gpt2-imdb", "--vocabularies", "nowhere"], "there is no nowhere/gpt2-bpe/encoder.json"),
         (["lenet-mnist", "--weights", "x"], "recipe 'lenet-mnist' uses no texts, so weights has no effect"),
-        (["minilm-imdb", "--methods", "map", "l1"], "trains language models, which is done by map and spam"),
+        (["minilm-imdb", "--methods", "map", "l1"], "trains language models: by map or spam, not by l1"),
         (["minilm-imdb", "--length", "0"], "length must be 1 or more, not 0"),
     ],
 )  # fmt: skip

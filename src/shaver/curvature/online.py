@@ -28,6 +28,7 @@ from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_count, check_functions, check_name, check_number
 from shaver.ranks import ALONE, Ranks, held_parameters
 from shaver.selection import Selection, take
+from shaver.shards import local
 
 #: Message if no step has been measured.
 UNMEASURED = (
@@ -326,6 +327,8 @@ class OnlineCurvature:
         wrong = next((name for name, sums in self._sums.items() if not math.isfinite(sums.sum())), None)
         if wrong is None and math.isnan(weight):
             wrong = next(iter(self.wanted))
+        if wrong is not None:  # rather the weights that hold NaN themselves
+            wrong = next((name for name, w in self.wanted.items() if not bool(local(w).isfinite().all())), wrong)
         # The loss of several ranks is the mean of their losses; ranks with a loss have equal weight.
         nll = sum(seen.nll for seen in counted)
         count, known, weight, nll, bad = self.ranks.total(own, bool(weighed), weight, nll, wrong is not None)

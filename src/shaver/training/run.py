@@ -169,8 +169,9 @@ class Run:
             self.pruner.after_epoch(min(1.0, (self.epoch + 1) / self.epochs))
         if (self.spam is not None or self.pruner is not None) and self.epoch + 1 == self.epochs:
             # The prior and the masks have moved the weights since BatchNorm averaged its statistics.
-            again = (to_device(batch, self.device) for batch in self.train.epoch(self.epoch))  # the same on all ranks
+            again = (to_device(batch, self.device) for batch in self.train.epoch(self.epoch))
             recalibrate(self.model, islice(again, NORM_BATCHES), forward=self.options.forward)
+            self.spread.even_buffers()  # of sampled data each rank has its own
         if found := divergence.explain_parameters(self.model):
             raise self._diverged(found)
         row: dict[str, Any] = {"epoch": self.epoch + 1, "loss": total / seen, "lr": lr}
