@@ -336,10 +336,11 @@ class SpaM:
             self.online.rescale(scale, curvature.log_likelihood)
         self._held.decide_together([factor.values for factor in self.prior.factors])
         if settings.shrink and self.updates:
+            scale_free = self.scale_free.by_parameter
             for name, h in curvature.diagonal().items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
                 factor = shrink_factor(h / temperature, old, new, settings.shrink)
-                with kept_norms([self.theta[name]], self.scale_free.by_parameter):
+                with kept_norms([self.theta[name]], scale_free):
                     rows[name].detach().mul_(factor.to(rows[name].dtype))
         self.updates += 1
         self._warn_of_empty_matrices(rows)

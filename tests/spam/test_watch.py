@@ -58,7 +58,8 @@ def test_evidence_that_falls_again_and_again_is_harm():
     found = [watch.harm(-1000.0 - 10 * i) for i in range(FALLS + 1)]
     assert found[:-1] == [None] * FALLS
     assert found[-1] == f"the log evidence fell from -1,000 to -{1000 + 10 * FALLS:,} over {FALLS} updates"
-    assert all(Watch(100_000).harm(-1000.0 - 10 * i) is None for i in range(9)), "small beside so many samples"
+    large = Watch(100_000)
+    assert all(large.harm(-1000.0 - 10 * i) is None for i in range(9)), "a small fall per sample"
 
 
 def test_the_state_is_all_there_is():

@@ -80,7 +80,7 @@ def quality_table(experiment: Experiment, metric: Metric) -> Table | None:
     found = [curve for curve in experiment.curves if curve.values(metric.key)]
     if not found:
         return None
-    curves = sorted(found, key=lambda c: experiment.criteria.index(c.criterion))  # stable: one group a criterion
+    curves = sorted(found, key=lambda c: experiment.criteria.index(c.criterion))  # stable: one group per criterion
     sparsities = sorted({s for curve in curves for s in curve.values(metric.key)})
     lines = [
         Line(
