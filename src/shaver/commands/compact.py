@@ -23,12 +23,7 @@ from shaver.training import fit
 
 
 def run_compact(options: CompactOptions, console: Console) -> CompactReport:
-    """Make a network smaller as the options say, print the result, and write it if a folder is given.
-
-    Raises:
-        ValueError: An option is out of range, or something that it needs is missing; nothing is written then.
-        OSError: A file cannot be read or written.
-    """
+    """Make a network smaller as the options say, print the result, and write it if a folder is given."""
     subject = _prepare(options)
     assert subject.example is not None
     posterior = None if options.sparsity is None else posterior_of(subject, console)

@@ -37,10 +37,6 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     The run folder gets ``report.html``, ``tables/``, ``figures/accuracy.svg`` and ``pictures/``; ``results.csv`` and
     ``study.json`` as every study has them; the trained networks with their posteriors in ``models/``; a compact one in
     ``compact/``.
-
-    Raises:
-        ValueError: A number is too small.
-        RuntimeError: Some cells failed; the message lists them with their errors.
     """
     if options.repeats < 1 or (options.epochs is not None and options.epochs < 1) or options.processes < 1:
         given = f"here repeats is {options.repeats}, epochs {options.epochs}, processes {options.processes}"

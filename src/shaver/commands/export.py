@@ -13,13 +13,7 @@ from shaver.structure.export import export_onnx
 
 
 def run_export(options: ExportOptions, console: Console) -> Path:
-    """Write a saved network as an ONNX file.
-
-    Raises:
-        FileNotFoundError: The network is not there.
-        ValueError: No format is given, or the shape of an input is not known.
-        ImportError: The packages for it are missing.
-    """
+    """Write a saved network as an ONNX file."""
     if options.onnx is None:
         raise ValueError("say what to write: --onnx, or --onnx PATH.")
     if len(options.onnx) > 1:

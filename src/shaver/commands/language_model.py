@@ -15,12 +15,7 @@ _UNUSED = ("data", "samples", "factory", "input_shape", "likelihood", "prior_pre
 
 
 def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
-    """Prune a model folder as the options say, and show what came of it.
-
-    Raises:
-        ValueError: An option does not apply, or model and text do not fit; nothing is written then.
-        OSError: A file cannot be read or written.
-    """
+    """Prune a model folder as the options say, and show what came of it."""
     assert options.calibration is not None
     given = [name for name in _UNUSED if getattr(options, name) not in (None, ())]
     if given:

@@ -51,14 +51,7 @@ def show_and_write(
 ) -> None:
     """Print the table of measures, and write the network with a report of how it was made if a folder is given.
 
-    Args:
-        subject: The network as it was, and its data.
-        console: Where the table goes.
-        model: The network as it is.
-        rows: Measures ``"before"`` and ``"after"``, and perhaps ``"unrepaired"``.
-        report: What else the report says.
-        name: The file of the report: :data:`PRUNING` or :data:`COMPACTION`.
-        masks: Of a pruned network.
+    ``rows`` has the measures ``"before"`` and ``"after"``, and perhaps ``"unrepaired"``.
     """
     before, after = rows["before"], rows["after"]
     title = None if subject.data is None else subject.data.title
@@ -77,13 +70,6 @@ def write_network(out: Path, model: nn.Module, report: Mapping[str, Any], name: 
 
     A new folder appears complete or not at all. In a folder that holds an earlier network, ``save`` replaces that
     network in one step, and what was derived from it (its report, an exported file) is removed first.
-
-    Args:
-        out: The folder; :func:`~shaver.commands.subject.check_free` has accepted it.
-        model: The network.
-        report: Plain values.
-        name: The file of the report: :data:`PRUNING` or :data:`COMPACTION`.
-        masks: Of a pruned network.
     """
     with _complete_folder(out) as folder:
         for derived in (folder / PRUNING, folder / COMPACTION, *folder.glob(f"{ONNX}*")):

@@ -24,12 +24,7 @@ from shaver.pruning import Pruned, prune
 
 
 def run_prune(options: PruneOptions, console: Console) -> Pruned:
-    """Prune a network as the options say, print the result, and write it if a folder is given.
-
-    Raises:
-        ValueError: An option is out of range, or something that it needs is missing; nothing is written then.
-        OSError: A file cannot be read or written.
-    """
+    """Prune a network as the options say, print the result, and write it if a folder is given."""
     subject = _prepare(options)
     model = subject.model
     posterior = posterior_of(subject, console, "--sparsity auto" if options.sparsity == "auto" else None)

@@ -12,12 +12,7 @@ from shaver.lab.run.runner import Outcome, default_folder, run_study
 
 
 def run_recipe(options: RunOptions, console: Console) -> None:
-    """Run a recipe, or show it.
-
-    Raises:
-        ValueError: An unknown recipe or an impossible setting.
-        RuntimeError: Some cells failed; the message lists them with their errors.
-    """
+    """Run a recipe, or show it."""
     recipe = options.chosen()
     if options.show:
         console.print(str(recipe), highlight=False, markup=False, soft_wrap=True)

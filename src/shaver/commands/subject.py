@@ -85,12 +85,7 @@ class Subject:
 
 
 def prepare(options: NetworkOptions, *, valid_fraction: float = 0.0) -> Subject:
-    """Check the options that need nothing else, then read the network and the data, and see that they fit.
-
-    Args:
-        options: What the user asked for; :func:`criterion_of` has accepted the criterion.
-        valid_fraction: The share of training data of shaver's own sets that is for validation.
-    """
+    """Check the options that need nothing else, then read the network and the data, and see that they fit."""
     if isinstance(options.sparsity, float | int):
         check_sparsity(options.sparsity)
     if options.out is not None:
@@ -117,11 +112,7 @@ def check_free(out: Path) -> None:
 
 
 def check_held_out(options: PruneOptions) -> None:
-    """Refuse to choose a sparsity by samples that the network was trained on.
-
-    Raises:
-        ValueError: The options do not say what training held out, or training held out something else.
-    """
+    """Refuse to choose a sparsity by samples that the network was trained on."""
     fraction = options.valid_fraction
     held = f"shaver.data.load({options.data!r}, valid_fraction=0.1)"
     if not fraction:
@@ -213,14 +204,6 @@ def _check_fits(model: nn.Module, example: Example, option: str) -> None:
 
 def posterior_of(subject: Subject, console: Console, wanted: str | None = None) -> Posterior | None:
     """The posterior that the criterion, or another option, needs: SpaM's own, or one estimated at the trained weights.
-
-    Args:
-        subject: The network and its data.
-        console: Where its origin is printed.
-        wanted: An option that needs it whatever the criterion.
-
-    Raises:
-        ValueError: There is none, and nothing to estimate it from; or ``wanted`` needs a learned δ.
     """
     if wanted is None and "posterior" not in criteria.needs(subject.criterion):
         return None

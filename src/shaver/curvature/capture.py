@@ -342,12 +342,7 @@ def copied(batch: Any) -> Any:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that have a curvature, by name.
-
-    Raises:
-        TypeError: The model is not a module.
-        ValueError: There is none, or one is lazy, on the meta device, complex or sparse.
-    """
+    """The parameters that have a curvature, by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}.")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}

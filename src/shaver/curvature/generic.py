@@ -13,13 +13,7 @@ from shaver.curvature.plan import Plan
 
 
 class GenericRule:
-    """Per-sample gradients of any parameter of any model: exact, but slower than a rule for a layer.
-
-    Args:
-        function: The model as a function of parameters and batch.
-        budget: Bytes of per-sample gradients to hold at once.
-        plan: Says which entries of a batch have one row per sample, and whether to try vmap.
-    """
+    """Per-sample gradients of any parameter of any model: exact, but slower than a rule for a layer."""
 
     def __init__(self, function: Functional, budget: int, plan: Plan) -> None:
         self.function, self.budget, self.plan = function, budget, plan

@@ -40,12 +40,6 @@ class Request:
 class Measurement:
     """One measured forward pass and its backward pass.
 
-    Args:
-        inputs: The model's arguments, ``(args, kwargs)``.
-        count: The number of samples.
-        request: What to measure.
-        plan: The rule of each parameter.
-
     Attributes:
         calls: The recorded calls of layers that have a rule.
         cotangent: The gradient at the outputs that is propagated and squared: that of the loss for EF, the sampled

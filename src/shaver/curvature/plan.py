@@ -121,11 +121,6 @@ class Plan:
 
         Two backward passes find them: if the output gradient of each sample n is multiplied by its own weight w_n, then
         the gradient of a row of sample n must be w_n times as large.
-
-        Args:
-            calls: The recorded calls.
-            outputs: The outputs, or their edge in the graph. The graph is kept.
-            direction: A gradient at the outputs.
         """
         wrong = self.doubted(calls, count := len(direction))
         kept = [call for call in calls if call.parameter is None and not wrong & set(self.served(call).values())]

@@ -45,12 +45,7 @@ class Reference:
         return self.sums[0][1].shape
 
     def sizes(self, use: Use, floor: float) -> list[float] | None:
-        """The sizes of a use's per-sample gradients; None if a sum of them differs by more than rounding.
-
-        Args:
-            use: The use.
-            floor: The size of the model's largest gradient.
-        """
+        """The sizes of a use's per-sample gradients; None if a sum of them differs by more than rounding."""
         totals = [torch.zeros_like(at_least_float32(gradient)) for _, gradient in self.sums]
         sizes = []
         for n in range(len(self.sums[0][0])):  # one sample at a time, because gradients of a vocabulary are large
@@ -83,13 +78,6 @@ class Probe:
     The weights are copies; the model does not change. They are perturbed because at special weights, such as a
     zero-initialised head, all gradients before the head vanish and a wrong rule would pass the check. Samples that are
     all equal or zero are perturbed for the same reason.
-
-    Args:
-        model: The network.
-        forward: The user's ``forward(model, batch)``, if any.
-        batch: A batch; the first few samples are used.
-        wanted: The trainable parameters, by name.
-        modules: The layers that may have a rule, by name.
 
     Attributes:
         count: The number of samples.
@@ -172,11 +160,7 @@ class Probe:
             self._graph.backward(rows, retain_graph=retain_graph, inputs=leaves)  # type: ignore[no-untyped-call]
 
     def again(self, recording: Recording) -> tuple[list[Call], Sequence[Tensor | None]]:
-        """The same pass with another recording: its calls and their gradients.
-
-        Raises:
-            ValueError: The recording changes the outputs, with all samples or with one less.
-        """
+        """The same pass with another recording: its calls and their gradients."""
         for count in dict.fromkeys([max(1, self.count - 1), self.count]):
             with recording.of(count) as calls:
                 outputs = self.function.at(self.weights, copied(self.samples.take(self.batch, slice(0, count))))

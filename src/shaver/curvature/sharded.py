@@ -14,12 +14,7 @@ from shaver.shards import whole_copy
 
 
 def plan_for(held: HeldParameters, model: nn.Module, forward: Forward, batch: Any) -> Plan:
-    """Choose the rules. Sharded parameters have values only while the model runs, so a whole copy is used for them.
-
-    Raises:
-        NotImplementedError: A sharded parameter is used outside a layer that has a rule, or the data decide which rows
-            a layer receives.
-    """
+    """Choose the rules. Sharded parameters have values only while the model runs, so a whole copy is used for them."""
     if not held.is_sharded:
         with undisturbed(model):
             return make_plan(model, forward, batch, held.parameters)
@@ -39,11 +34,7 @@ def plan_for(held: HeldParameters, model: nn.Module, forward: Forward, batch: An
 
 
 def check_generic(held: HeldParameters, names: list[str]) -> None:
-    """Refuse the generic rule for sharded parameters, because it needs whole ones.
-
-    Raises:
-        NotImplementedError: A sharded parameter needs it.
-    """
+    """Refuse the generic rule for sharded parameters, because it needs whole ones."""
     if names and held.is_sharded:
         raise NotImplementedError(
             f"{names[0]!r} is used outside a layer that has a rule, or its layer received different rows in the first "

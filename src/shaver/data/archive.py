@@ -10,17 +10,7 @@ _MEMBERS = 400_000
 
 
 def read_members(path: Path, wanted: Callable[[str], bool], *, largest: int, total: int) -> Iterator[tuple[str, bytes]]:
-    """The name and content of every wanted file of a tar archive.
-
-    Args:
-        path: The archive, compressed or not.
-        wanted: Which members to read, by name.
-        largest: Most bytes of one member.
-        total: Most bytes of all members, unwanted ones included, as they have to be passed over.
-
-    Raises:
-        ValueError: The archive is damaged, holds a link or another special file under a wanted name, or is too large.
-    """
+    """The name and content of every wanted file of a tar archive."""
     seen = size = 0
     try:
         with tarfile.open(path, "r:*") as archive:

@@ -66,16 +66,7 @@ class _BatchReader(pickle.Unpickler):
 
 
 def read_batch(content: bytes, source: str, labels: str) -> tuple[Bytes, Bytes]:
-    """The images ``(n, 3, 32, 32)`` and labels of one official batch. No code from the pickle is run.
-
-    Args:
-        content: The bytes of the file.
-        source: The file's name, for error messages.
-        labels: The key of the labels: ``"labels"``, or ``"fine_labels"`` for CIFAR-100.
-
-    Raises:
-        ValueError: The file is damaged, holds anything but a byte array, or is not a CIFAR batch.
-    """
+    """The images ``(n, 3, 32, 32)`` and labels of one official batch. No code from the pickle is run."""
     try:
         batch = _BatchReader(io.BytesIO(content), encoding="bytes").load()
         if not isinstance(batch, dict):

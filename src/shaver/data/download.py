@@ -52,10 +52,6 @@ def fetch(dataset: str, filename: str, md5: str, folder: Path) -> Path:
     """Download one file of a data set into ``folder``, unless it exists already, and return its path.
 
     Several processes may call this for the same file: one downloads it and the others wait.
-
-    Raises:
-        DownloadError: Every mirror failed or delivered a file with another checksum.
-        OSError: The folder cannot be written.
     """
     pooch = require("pooch", "downloading data")
     errors = require("requests.exceptions", "downloading data")

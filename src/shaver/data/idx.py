@@ -16,11 +16,7 @@ _LIMIT = 2**31
 
 
 def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes with the given number of ``dimensions``.
-
-    Raises:
-        ValueError: The file is truncated, damaged or not an IDX file; the message names it.
-    """
+    """Read one IDX file of unsigned bytes with the given number of ``dimensions``."""
     try:
         with open(path, "rb") as plain:
             zipped = plain.read(2) == b"\x1f\x8b"

@@ -26,14 +26,7 @@ def save_checkpoint(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
 
 
 def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest readable checkpoint of a folder, or ``None`` if it has none.
-
-    Raises:
-        ValueError: There are checkpoints, but none can be read.
-
-    Warns:
-        UserWarning: A newer checkpoint is damaged.
-    """
+    """The newest readable checkpoint of a folder, or ``None`` if it has none."""
     errors = []
     for path in sorted(folder.glob(_PATTERN), reverse=True):
         try:

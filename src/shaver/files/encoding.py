@@ -46,11 +46,7 @@ def encode(tensor: Tensor, mask: Tensor | None = None) -> tuple[str, dict[str, T
 
 
 def decode(code: str, parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """The tensor, and a mask of its stored entries (``None`` for dense).
-
-    Raises:
-        ValueError: The parts do not fit the shape, or each other.
-    """
+    """The tensor, and a mask of its stored entries (``None`` for dense)."""
     values = parts["values"]
     if code == "dense":
         if values.shape != shape:

@@ -91,12 +91,7 @@ def _earlier_weights(folder: Path) -> str | None:
 
 
 def read_saved(folder: Path) -> StoredNetwork:
-    """Read what :func:`save` wrote.
-
-    Raises:
-        FileNotFoundError: The folder holds no plan, or not the weights it names.
-        ValueError: A file is damaged, or another program wrote it.
-    """
+    """Read what :func:`save` wrote."""
     plan = _plan(folder)
     weights = {name: tensor for name, (tensor, _) in _decoded(folder, plan).items()}
     return StoredNetwork(folder, weights, plan.get("network"), removed_from(plan, folder))

@@ -62,12 +62,7 @@ def write_folder(
 
 
 def read_hub_folder(source: Path) -> StoredNetwork:
-    """Read what :func:`write_folder` wrote.
-
-    Raises:
-        FileNotFoundError: The folder does not exist or is not complete.
-        ValueError: The folder is damaged, or another program wrote it.
-    """
+    """Read what :func:`write_folder` wrote."""
     for name in (PLAN, WEIGHTS):
         if not (source / name).is_file():
             raise FileNotFoundError(f"{source} holds no network that shaver wrote for a hub: there is no {name}.")

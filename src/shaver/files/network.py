@@ -80,11 +80,7 @@ class StoredNetwork:
             raise ValueError(f"{self.source} names a network that cannot be built: {error}") from error
 
     def _fitting(self, model: nn.Module) -> tuple[Mapping[str, Tensor], bool]:
-        """The weights by the network's own names, and whether the network must be made smaller for them.
-
-        Raises:
-            ValueError: The weights do not fit.
-        """
+        """The weights by the network's own names, and whether the network must be made smaller for them."""
         weights = _without_wrappers(self.weights, model)
         own = _layout(model.state_dict())
         resized = self.removed is not None and _shapes(own) != _shapes(_layout(weights))
@@ -137,11 +133,7 @@ def construction(model: nn.Module) -> dict[str, Any]:
 
 
 def removed_from(plan: Mapping[str, Any], source: object) -> RemovalRecord | None:
-    """The record of removal in a plan that :func:`construction` made.
-
-    Raises:
-        ValueError: The record is damaged.
-    """
+    """The record of removal in a plan that :func:`construction` made."""
     if "removed" not in plan:
         return None
     try:

@@ -13,11 +13,7 @@ Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 def samples_of(example: Example) -> int:
-    """The example's batch size: the length of its first tensor.
-
-    Raises:
-        ValueError: The example has no tensor with at least one sample.
-    """
+    """The example's batch size: the length of its first tensor."""
     for value in _values(example):
         if isinstance(value, Tensor) and value.ndim and len(value):
             return len(value)

@@ -19,9 +19,6 @@ from shaver.structure.probe import Change, Probe, everything
 class Arrivals:
     """The layers that make channels, and the nodes they reach.
 
-    Args:
-        probe: The model, inside the ``with`` block.
-
     Attributes:
         sources: Dense layers, in the order of calls.
         reach: Layer → the nodes (positions of dimensions) that its outputs reach, and whether they reach the output.
@@ -106,12 +103,7 @@ class Arrivals:
         return axes
 
     def silent(self, groups: list[Group], batch: object) -> list[bool]:
-        """For each group, whether its units are silent when they are zero, whatever inputs and other layers do.
-
-        Args:
-            groups: Of the model.
-            batch: Other inputs than those of the clean pass.
-        """
+        """For each group, whether its units are silent when they are zero, whatever inputs and other layers do."""
         makes: dict[Axis, Tensor] = {}
         for piece in (piece for group in groups for piece in group.slices if piece.role == "makes"):
             axis = (piece.tensor, piece.dim)

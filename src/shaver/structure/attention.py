@@ -16,11 +16,7 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def adopt(cls, module: nn.MultiheadAttention) -> None:
-        """Turn a module whose projections were sliced into this class, in place.
-
-        Raises:
-            ValueError: It has extra keys and values of its own, or is another subclass with a forward of its own.
-        """
+        """Turn a module whose projections were sliced into this class, in place."""
         if type(module) not in (nn.MultiheadAttention, cls):
             raise ValueError(
                 f"{type(module).__name__} has a forward pass of its own; register_surgery({type(module).__name__}) "

@@ -224,11 +224,7 @@ def _repaired(
 
 
 def _masked(model: nn.Module, groups: Groups, masks: Mapping[str, Tensor]) -> Choice:
-    """The units that masks leave something of.
-
-    Raises:
-        ValueError: A mask has an unknown name or another shape than its parameter, or a group would lose every unit.
-    """
+    """The units that masks leave something of."""
     if not isinstance(masks, Mapping):
         raise TypeError(f"masks are a dict of one mask per parameter, by name, not {masks!r}.")
     parameters = dict(model.named_parameters(remove_duplicate=False))

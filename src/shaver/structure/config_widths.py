@@ -23,15 +23,7 @@ NOT_EXPRESSED = "the model's configuration cannot express another width of it; f
 
 
 def expressible(model: nn.Module, groups: Groups) -> tuple[Groups, Ties]:
-    """The groups whose widths a configuration can express, and which of them must keep as many units.
-
-    Args:
-        model: A model of any library; without a transformers configuration, all groups are free.
-        groups: Its groups.
-
-    Raises:
-        ValueError: A transformers model has no such group.
-    """
+    """The groups whose widths a configuration can express, and which of them must keep as many units."""
     if not is_pretrained(model):
         return groups, {}
     ties: dict[str, str] = {}

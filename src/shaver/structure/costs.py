@@ -20,15 +20,6 @@ class Costs:
 
     Parameters are counted from the shapes that remain. FLOPs are counted, and latency is measured, on a compact copy:
     on one thread, at the example's batch size, the median of up to 20 calls.
-
-    Args:
-        model: The network; copied for each measurement, never changed.
-        groups: Its groups.
-        target: ``"parameters"``, ``"flops"`` or ``"latency"``.
-        example: An input, for the last two.
-
-    Raises:
-        ValueError: The target is unknown, or needs an example.
     """
 
     def __init__(self, model: nn.Module, groups: Groups, target: str, example: Example | None = None) -> None:

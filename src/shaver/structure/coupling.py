@@ -21,10 +21,6 @@ TIED = "it shares a tensor, or a layer that reads it, with what may not be remov
 class Coupling:
     """The units of a model.
 
-    Args:
-        arrivals: Of the model.
-        residual: Whether channels that several layers add up to are units, too.
-
     Attributes:
         labels: For every node (position of a dimension) the number of its unit, or −1 where it must stay.
         left_out: Layer → why its outputs are not units.

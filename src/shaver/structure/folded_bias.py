@@ -151,11 +151,7 @@ def recording(readers: list[Reader]) -> Iterator[None]:
 
 
 def folded_biases(readers: list[Reader], tolerance: float) -> dict[str, Tensor]:
-    """Bias name → its new values, of the layer's full width, for the readers that receive a constant.
-
-    Raises:
-        ValueError: A contribution is not constant, or a bias cannot take it up.
-    """
+    """Bias name → its new values, of the layer's full width, for the readers that receive a constant."""
     added: dict[str, Tensor] = {}
     layers: dict[str, nn.Module] = {}
     for reader in readers:

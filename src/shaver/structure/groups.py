@@ -143,12 +143,7 @@ class Groups(Mapping[str, Group]):
 
 
 def check_groups(groups: object, model: nn.Module) -> Groups:
-    """Groups that belong to a model.
-
-    Raises:
-        TypeError: They are something else.
-        ValueError: They belong to another network.
-    """
+    """Groups that belong to a model."""
     if not isinstance(groups, Groups):
         raise TypeError(f"groups come from shaver.structure.find_groups(model, example), not {groups!r}.")
     groups.check(model)

@@ -21,12 +21,7 @@ _SAMPLES, _LENGTH = 2, 3
 
 
 def check_example(example: object, forward: Forward | None = None) -> Any:
-    """An example as the network is called with it; a mapping becomes a dict.
-
-    Raises:
-        TypeError: It is neither a tensor, a tuple nor a mapping, and no ``forward`` says how to use it; or a tensor
-            in it is sparse or on the meta device.
-    """
+    """An example as the network is called with it; a mapping becomes a dict."""
     if forward is not None and not callable(forward):
         raise TypeError(f"forward must be a function forward(model, batch), not {forward!r}.")
     for value in _tensors(dict(example) if isinstance(example, Mapping) else example):
@@ -57,13 +52,7 @@ def short(example: Any, samples: int = _SAMPLES) -> Any:
 
 
 class VariedInputs:
-    """Draws inputs of an example's kind that the network accepts.
-
-    Args:
-        model: The network; left as it is.
-        forward: ``forward(model, batch)`` runs it.
-        example: An input that runs through it.
-    """
+    """Draws inputs of an example's kind that the network accepts."""
 
     def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any], example: Any) -> None:
         self._model, self._forward = model, forward

@@ -65,13 +65,8 @@ class Layer:
 def layer_of(name: str, module: nn.Module, names: dict[int, str]) -> Layer | None:
     """Describe a module as a layer; None for a container or an unknown type.
 
-    Args:
-        name: Qualified name of the module.
-        module: The module.
-        names: ``id`` of a parameter or buffer → its qualified name, so that tied tensors have one name.
-
-    Raises:
-        ComputedWeight: A tensor of the layer is computed from others, so it has no dimension that could be sliced.
+    ``names`` maps the ``id`` of a parameter or buffer to its name, so that a tied tensor has one name. A tensor that is
+    computed from others raises :class:`ComputedWeight`: it has no dimension that could be sliced.
     """
 
     def axes(*pairs: tuple[Tensor | None, int]) -> tuple[Axis, ...]:

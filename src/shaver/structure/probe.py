@@ -71,12 +71,6 @@ class Pass:
 class Probe:
     """A model whose layers answer from memory while the ``with`` block lasts.
 
-    Args:
-        model: In evaluation mode.
-        forward: ``forward(batch)`` runs the model and returns its output.
-        batch: The inputs of the clean pass.
-        seconds: The time limit; a ``TimeoutError`` then names the layer.
-
     Attributes:
         order: The layers in the order in which the model calls them.
         left_out: Layers that cannot be probed, and why.

@@ -101,11 +101,7 @@ def removal_record(model: nn.Module) -> RemovalRecord | None:
 
 
 def shapes_after(model: nn.Module, record: RemovalRecord) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, shapes and types of a network's state after the removal; the network is not changed.
-
-    Raises:
-        ValueError: The record belongs to other tensors.
-    """
+    """Names, shapes and types of a network's state after the removal; the network is not changed."""
     tensors = tensors_of(model)
     expanded = under_all_names(tensors, record.kept)
     found = {}
@@ -134,9 +130,6 @@ def resize(model: nn.Module, record: RemovalRecord) -> None:
     """Remove from a network, in place, what the record says; new biases are zero, and the network keeps the record.
 
     Parameters stay the same objects, so that optimizers and hooks that hold them stay valid; gradients are sliced too.
-
-    Raises:
-        ValueError: The record belongs to other tensors; nothing is changed then.
     """
     shapes_after(model, record)
     tensors = tensors_of(model)

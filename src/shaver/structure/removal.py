@@ -168,11 +168,7 @@ class _Trial:
         raise CompactionError(f"{name} cannot be made smaller like this: {reason}.{self.blame()}") from None
 
     def run_whole(self) -> None:
-        """Run the network as it is, so that a wrong example is not mistaken for a wrong removal.
-
-        Raises:
-            ValueError: The network does not run on the example.
-        """
+        """Run the network as it is, so that a wrong example is not mistaken for a wrong removal."""
         try:
             with undisturbed(self.model), torch.no_grad():
                 self.forward(self.model, self.inputs[0])

@@ -105,11 +105,7 @@ def _forward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _accepted(model: nn.Module, run: Forward, example: Any) -> Any:
-    """Two samples of the example, or all of it where the model does not take two.
-
-    Raises:
-        RuntimeError: The model does not take the example either.
-    """
+    """Two samples of the example, or all of it where the model does not take two."""
     for batch in (short(example), example):
         try:
             outputs = run(model, batch)

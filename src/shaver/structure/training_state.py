@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
 class TrainingState:
     """Everything that keeps values per weight of a network: checked and sliced before, put in place after the removal.
-
-    Args:
-        model: The network, still whole.
-        record: What will be removed.
-        optimizers: Those that train it.
-        spam: Attached to it, or None.
-        hold: Masks in force on it, or None.
-
-    Raises:
-        ValueError: One of them belongs to another network, or has a state that cannot be sliced.
     """
 
     def __init__(

@@ -87,11 +87,6 @@ def refit_config(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selec
     the class reads the width of a head from its configuration (Llama, Qwen, Mistral, ViT, T5). A new configuration is
     used only if a model built from it has exactly the same shapes. Otherwise the old one stays, and
     ``save_pretrained`` says that ``shaver.save`` stores the network. The caller's own configuration is not changed.
-
-    Args:
-        model: Sliced already; a model of another library is left alone.
-        shapes: Tensor → shape before.
-        kept: Tensor → dimension → the positions that stayed.
     """
     if not kept or not is_pretrained(model):
         return

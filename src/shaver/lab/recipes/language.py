@@ -105,14 +105,7 @@ def build_reader(
 
 
 def tokenizer_of(name: str, *, weights: str | None = None, vocabularies: str | None = None, **_: Any) -> Any:
-    """The tokenizer of a language model.
-
-    Args:
-        name: One of :data:`READERS`.
-        weights: The folder of its weights, where the tokenizer is as well.
-        vocabularies: Without weights: a folder with ``bert-base-uncased-vocab/vocab.txt`` (word pieces) or
-            ``gpt2-bpe/encoder.json`` and ``gpt2-bpe/vocab.bpe``.
-    """
+    """The tokenizer of a language model."""
     transformers = transformers_library()
     folder = _weights(name, weights)
     if folder is not None:

@@ -65,20 +65,7 @@ Draw = Callable[[Any], None]
 def write_figures(
     experiments: Sequence[Experiment], histories: "DataFrame", folder: Path, suffixes: Sequence[str]
 ) -> list[Path]:
-    """Draw every figure that the results have the numbers for.
-
-    Args:
-        experiments: What was measured.
-        histories: The training curves.
-        folder: Where the files go.
-        suffixes: ``"svg"``, ``"png"`` or both.
-
-    Returns:
-        The files.
-
-    Raises:
-        ImportError: Matplotlib is missing.
-    """
+    """Draw every figure that the results have the numbers for."""
     jobs: list[tuple[str, Draw]] = []
     if any(e.curves for e in experiments):
         jobs.append(("accuracy", partial(overview, experiments=experiments)))
@@ -247,11 +234,7 @@ def changes_cost(curve: Curve, key: str) -> bool:
 
 @contextmanager
 def drawing() -> Iterator[Any]:
-    """Matplotlib's pyplot in the house style, without a window.
-
-    Raises:
-        ImportError: Matplotlib is missing.
-    """
+    """Matplotlib's pyplot in the house style, without a window."""
     try:
         import matplotlib
     except ImportError as error:

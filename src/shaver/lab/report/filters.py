@@ -33,20 +33,6 @@ def filter_bank(
     Kernels are tiles, a block of them for each layer; weight matrices are heat maps; both red above and blue below
     zero, on one scale a layer. The longer side lies across the page. A compact network is drawn at its original size,
     with what it lost in black.
-
-    Args:
-        networks: Title → the network; all of the same architecture, masked or compact or whole.
-        path: Without a suffix.
-        layers: Names of weights; by default all matrices and kernels.
-        most: Maximum number of layers to draw; of more layers, evenly spaced ones are drawn.
-        suffixes: ``"svg"``, ``"png"`` or both.
-
-    Returns:
-        The files.
-
-    Raises:
-        ValueError: The networks have other layers or sizes than the first.
-        ImportError: Matplotlib is missing.
     """
     weights = {title: weights_of(network) for title, network in networks.items()}
     chosen = _evenly(list(layers or next(iter(weights.values()))), most)
@@ -88,11 +74,6 @@ def layer_bars(
     """Draw how wide and how sparse each layer is in each of several states of one network.
 
     A layer's width are its outputs of which a weight is left; its sparsity is the share of its weights that is gone.
-
-    Args:
-        networks: Title → the network; the first is what the others are compared with.
-        path: Without a suffix.
-        suffixes: ``"svg"``, ``"png"`` or both.
     """
     weights = {title: weights_of(network) for title, network in networks.items()}
     names = list(next(iter(weights.values())))
@@ -135,12 +116,6 @@ def precision_histograms(
 
     Example:
         >>> precision_histograms({"unit prior": history.posterior.delta()}, model, Path("precision"))
-
-    Args:
-        deltas: Title → δ by parameter, broadcastable to it.
-        model: Whose parameters they belong to; matrices and kernels are drawn.
-        path: Without a suffix.
-        suffixes: ``"svg"``, ``"png"`` or both.
     """
     layers = prunable(model)
     logs = {title: {name: _log10(delta[name], w) for name, w in layers.items()} for title, delta in deltas.items()}

@@ -239,12 +239,7 @@ def load_histories(folder: Path, recipe: str, cells: Sequence[str]) -> "DataFram
     """The training curves of a run: one row per network and epoch.
 
     Cells that have none yet are left out, and so are networks that were pruned while they trained: each has a curve
-    of its own for each sparsity.
-
-    Args:
-        folder: Of the run.
-        recipe: Its name.
-        cells: Those of the study as it is now; the folder may hold others of an earlier code or setting.
+    of its own for each sparsity. ``cells`` are those of the study as it is now; the folder may hold others.
     """
     import pandas
 
@@ -283,15 +278,7 @@ def training_curves(
 
 
 def experiments(frame: "DataFrame", titles: Mapping[tuple[str, str], str] | None = None) -> list[Experiment]:
-    """Sort rows of results into experiments; a title names the recipe only where two would be the same.
-
-    Args:
-        frame: The rows.
-        titles: Recipe and task → title, where there is one; else network and data make it.
-
-    Raises:
-        ValueError: Two different rows claim to be the same measurement.
-    """
+    """Sort rows of results into experiments; a title names the recipe only where two would be the same."""
     frame = _unique(_complete(frame))
     groups = dict(list(frame.groupby(["recipe", "task"], sort=False)))
     named = {

@@ -43,12 +43,7 @@ class Study:
 
 
 def read_runs(folders: Sequence[Path]) -> Study:
-    """Read run folders for a report.
-
-    Raises:
-        FileNotFoundError: A folder is missing, or not the folder of a run.
-        ValueError: There are no results, or two scales that must not stand in one table.
-    """
+    """Read run folders for a report."""
     if not folders:
         raise ValueError("a report needs at least one run folder, such as runs/lenet-mnist-cpu.")
     import pandas

@@ -29,16 +29,7 @@ _TRAINING = 0.6
 
 
 def run_cell(folder: str, store: str, any_code: bool = False) -> None:
-    """Do what ``folder/config.json`` says, or what is left of it.
-
-    Args:
-        folder: The cell's folder.
-        store: The folder of all trained networks.
-        any_code: Keep what another version of the code has made.
-
-    Raises:
-        Exception: Whatever went wrong; ``status.json`` and ``error.txt`` have it as well.
-    """
+    """Do what ``folder/config.json`` says, or what is left of it."""
     place = Path(folder)
     (place / ERROR).unlink(missing_ok=True)
     status = _Status(place / STATUS)

@@ -87,15 +87,7 @@ class UnitCutter:
 def evaluate(
     cell: Cell, trained: CachedNetwork, data: Splits, *, skip: Collection[str] = (), report: Report
 ) -> Iterator[list[Row]]:
-    """Yield rows as they are measured: the dense network's, then each criterion's.
-
-    Args:
-        cell: Which stage, criteria and sparsities.
-        trained: The network.
-        data: Its data.
-        skip: Criteria whose rows exist already, :data:`DENSE` among them.
-        report: Called before each criterion.
-    """
+    """Yield rows as they are measured: the dense network's, then each criterion's, without those in ``skip``."""
     stage = cell.stage
     if stage.name == "online":
         if not skip:

@@ -87,14 +87,6 @@ def obtain(
     """The trained network and its folder in the store; it is trained now unless it is there.
 
     A second process waits for the first one. A network that other code trained is trained again.
-
-    Args:
-        training: What to train.
-        data: Its data.
-        store: The folder of all networks.
-        code: The version of the code that trains.
-        any_code: Take a network, or continue a training, of other code.
-        report: Told after each epoch.
     """
     folder = store / training.key
     store.mkdir(parents=True, exist_ok=True)

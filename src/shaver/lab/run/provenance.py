@@ -23,9 +23,6 @@ def code_version(of: str = "cell") -> str:
 
     The code is every module of this package that the module in which the result is made imports, directly or through
     others, also inside functions. Tables, figures and the command line are not among them.
-
-    Args:
-        of: ``"training"`` or ``"cell"``.
     """
     checksum = hashlib.sha256(shaver.__version__.encode())
     for name, path in sorted(imported_modules(_STARTS[of]).items()):

@@ -41,12 +41,7 @@ COLUMNS = (
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """The ``study.json`` of a run folder.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is damaged.
-    """
+    """The ``study.json`` of a run folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; `shaver list` shows what has been run.")
     if not (folder / STUDY).is_file():
@@ -124,12 +119,7 @@ def collect(folder: Path) -> int:
 
 
 def read_table(folder: Path) -> "DataFrame":
-    """The ``results.csv`` of a run folder, with typed columns: missing numbers are NaN, missing names empty.
-
-    Raises:
-        ValueError: There are no results yet, or the file is damaged.
-        ImportError: Pandas is missing.
-    """
+    """The ``results.csv`` of a run folder, with typed columns: missing numbers are NaN, missing names empty."""
     try:
         import pandas
     except ImportError as error:

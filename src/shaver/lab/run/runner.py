@@ -231,11 +231,7 @@ def is_done(place: Path, any_code: bool = False) -> bool:
 
 
 def _keep_earlier_table(folder: Path, cells: list[Cell]) -> Path | None:
-    """Rename the table of results if it has cells that are not part of this study; return its new name.
-
-    Raises:
-        ValueError: The description of the earlier study is damaged.
-    """
+    """Rename the table of results if it has cells that are not part of this study; return its new name."""
     if not (folder / STUDY).exists():
         return None
     earlier = read_study(folder)

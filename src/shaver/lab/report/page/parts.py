@@ -29,13 +29,7 @@ def section(key: str, title: str, text: str, content: str) -> str:
 
 
 def panel(key: str, controls: Sequence[tuple[str, str, str, str]], hint: str) -> str:
-    """A plot with its controls; the script fills it.
-
-    Args:
-        key: Begins the ids of everything in it.
-        controls: Kind (``"select"``, ``"chips"``, ``"colour"``), id, label and extra class of each.
-        hint: Below the plot.
-    """
+    """A plot with its controls; the script fills it."""
     out = []
     for kind, name, label, extra in controls:
         ident = f"{key}-{name}"
