@@ -91,7 +91,7 @@ def test_the_page_says_what_was_run_and_names_no_host(written):
     text = (out / "report.html").read_text(encoding="utf-8")
     assert "cpu scale" in text
     assert "2 epochs, 8 units" in text
-    assert "<code>shaver run toy --note &#x27;a b&#x27;</code>" in text
+    assert "<code>shaver run toy --note &#39;a b&#39;</code>" in text
     trained = "6 networks, trained by MAP (weight decay) and SpaM (learned prior)"
     assert f"{trained}, pruned by 4 criteria to 4 sparsities of up to 99 %" in text
     assert "secret-host" not in text

@@ -203,8 +203,7 @@ def _check_fits(model: nn.Module, example: Example, option: str) -> None:
 
 
 def posterior_of(subject: Subject, console: Console, wanted: str | None = None) -> Posterior | None:
-    """The posterior that the criterion, or another option, needs: SpaM's own, or one estimated at the trained weights.
-    """
+    """The posterior that the criterion or ``wanted``, another option, needs: SpaM's, or one that is estimated now."""
     if wanted is None and "posterior" not in criteria.needs(subject.criterion):
         return None
     with console.status("Reading or estimating the posterior …"):

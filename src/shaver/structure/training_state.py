@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrainingState:
-    """Everything that keeps values per weight of a network: checked and sliced before, put in place after the removal.
-    """
+    """What keeps values per weight of a network: checked and sliced before the removal, put in place after it."""
 
     def __init__(
         self,

@@ -1,19 +1,20 @@
 """The report page: a template, a style sheet and a script from this folder, filled with numbers and tables."""
 
+import base64
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment
 
 from shaver import __version__
 from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, main_curves, varying_costs
 from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, training_curves
 from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, in_order
-from shaver.lab.report.page.parts import bars, card, facts, html_table, panel, picture, section
 from shaver.lab.report.tables import (
     failure_notes,
     kept,
@@ -32,21 +33,25 @@ if TYPE_CHECKING:
 LIMIT = 3_000_000
 #: Bytes of all pictures together; those beyond are named.
 _PICTURES = 1_500_000
-#: The entries of a ``study.json`` that the page shows, and their names there.
-_FACTS = {
-    "seeds": "seeds", "versions": "versions", "machine": "machine", "started": "started", "seconds": "seconds in all",
-    "code": "code",
-}  # fmt: skip
+#: The entries of a ``study.json`` that the page shows.
+_FACTS = ("seeds", "versions", "machine", "started", "seconds", "code")
 _SHORT = {
     "accuracy": "accuracy", "nll": "negative log likelihood", "ece": "calibration error", "brier": "Brier score",
 }  # fmt: skip
-#: The methods in words a newcomer understands.
+#: The methods in words a newcomer understands, and their colours in bars.
 _TRAINED = {
     "map": "MAP (weight decay)",
     "l1": "L1",
     "spam": "SpaM (learned prior)",
     "vd": "Sparse VD",
     "l0": "L0 gates",
+}
+_METHOD_SLOTS = {"map": 7, "l1": 2, "spam": 0, "vd": 3, "l0": 4}
+#: What the pictures of the demo show; other pictures are named after their files.
+_CAPTIONS = {
+    "filters": "The weights of each layer: red is positive, blue negative, black removed.",
+    "layers": "What remains of each layer: the outputs with at least one weight, and the share of weights removed.",
+    "precision": "The prior precision δ learned for the weights of each layer. Weights with a large δ are not needed.",
 }
 
 
@@ -73,255 +78,109 @@ class Source:
 def render_page(
     experiments: Sequence[Experiment], histories: "DataFrame", sources: Sequence[Source], scale: str
 ) -> str:
-    """The whole page as text.
+    """The whole page as text of at most :data:`LIMIT` bytes.
 
-    Args:
-        experiments: What was measured.
-        histories: Training curves.
-        sources: The runs behind it.
-        scale: ``"cpu"`` or ``"paper"``.
-
-    Returns:
-        At most :data:`LIMIT` bytes: from a larger page, first the tables of all measures but accuracy are left out,
-        then the pictures; the page says so.
-
-    Raises:
-        ValueError: Even so it is too large.
+    From a larger page, first the tables of all measures but accuracy are left out, then the pictures. The page says so.
     """
-    for fewer, bare in ((False, False), (True, False), (True, True)):
-        page = _render(experiments, histories, sources, scale, fewer, bare)
+    assets = files("shaver.lab.report.page")
+    texts = {name: (assets / name).read_text(encoding="utf-8") for name in ("template.html", "page.css", "page.js")}
+    template = Environment(autoescape=True).from_string(texts["template.html"])
+    values = _header(experiments, sources) | _tables(experiments) | {
+        "version": __version__, "scale": scale, "methods": METHOD_NAMES, "percent": percent, "slot": _slot,
+        "runs": list(map(_run, sources)), "folders": ", ".join(dict.fromkeys(source.folder.name for source in sources)),
+        "data": _json(_data(experiments, histories)), "css": texts["page.css"], "script": texts["page.js"],
+    }  # fmt: skip
+    for fewer_tables, room in ((False, _PICTURES), (True, _PICTURES), (True, 0)):
+        pictures = _pictures(sources, room)
+        parts = {
+            "curves": ("Accuracy", any(e.curves for e in experiments)),
+            "size": ("Size and speed", values["sizes"]),
+            "pareto": ("Cost", any(varying_costs(e) for e in experiments)),
+            "training": ("Training", any(training_curves(e, histories) for e in experiments)),
+            "tables": ("Tables", values["accuracies"] or values["others"]),
+            "pictures": ("Filters", pictures["pictures"] or pictures["too_large"]),
+            "times": ("Times", values["bars"] or values["durations"]),
+            "reproduce": ("Reproduce", True),
+        }
+        sections = {key: name for key, (name, is_shown) in parts.items() if is_shown}
+        page = template.render(values, **pictures, sections=sections, fewer_tables=fewer_tables)
         if len(page.encode()) <= LIMIT:
             return page
     raise ValueError(f"a page of {len(experiments)} experiments is larger than {LIMIT:,} bytes; report them apart.")
 
 
-def _render(
-    experiments: Sequence[Experiment],
-    histories: "DataFrame",
-    sources: Sequence[Source],
-    scale: str,
-    fewer_tables: bool,
-    no_pictures: bool,
-) -> str:
-    assets = files("shaver.lab.report.page")
-    parts = {
-        "curves": ("Accuracy", _curves(experiments)),
-        "size": ("Size and speed", _sizes(experiments)),
-        "pareto": ("Cost", _pareto(experiments)),
-        "training": ("Training", _training(experiments, histories)),
-        "tables": ("Tables", _tables(experiments, fewer_tables)),
-        "pictures": ("Filters", _pictures(sources, 0 if no_pictures else _PICTURES)),
-        "times": ("Times", _times(experiments)),
-        "reproduce": ("Reproduce", _reproduce(sources)),
-    }
-    shown = {key: part for key, part in parts.items() if part[1]}
-    title = _heading(experiments, sources)
-    values = {
-        "title": escape(f"{title} · shaver"),
-        "version": escape(__version__),
-        "nav": "".join(f'<a href="#{key}">{name}</a>' for key, (name, _) in shown.items()),
-        "header": _header(title, experiments, sources, scale),
-        "sections": "\n".join(text for _, text in shown.values()),
-        "sources": escape(", ".join(dict.fromkeys(source.folder.name or str(source.folder) for source in sources))),
-        "data": _json(_data(experiments, histories)),
-        "css": (assets / "page.css").read_text(encoding="utf-8"),
-        "script": (assets / "page.js").read_text(encoding="utf-8"),
-    }
-    page = (assets / "template.html").read_text(encoding="utf-8")
-    pieces = page.split("{{")  # once through the template: values that contain braces stay as they are
-    out = [pieces[0]]
-    for piece in pieces[1:]:
-        name, _, rest = piece.partition("}}")
-        out += [values[name], rest]
-    return "".join(out)
-
-
-def _heading(experiments: Sequence[Experiment], sources: Sequence[Source]) -> str:
+def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dict[str, Any]:
     titles = list(dict.fromkeys(str(source.recipe.get("title") or "") for source in sources))
-    if len(experiments) == 1:
-        return experiments[0].title
-    if len(titles) == 1 and titles[0]:
-        return titles[0]
-    return "How much of these networks can be removed?"
-
-
-def _header(title: str, experiments: Sequence[Experiment], sources: Sequence[Source], scale: str) -> str:
-    networks = sum(e.networks for e in experiments)
+    title = titles[0] if len(titles) == 1 and titles[0] else "How much of these networks can be removed?"
     methods = in_order((t.method for e in experiments for t in e.variants), METHOD_NAMES)
     criteria = in_order(c for e in experiments for c in e.criteria)
     sparsities = {s for e in experiments for s in e.sparsities()}
     trained = " and ".join(", ".join(_TRAINED.get(m, m) for m in methods).rsplit(", ", 1))
     lead = (
-        f"{networks} networks, trained by {trained}, pruned by {_count(len(criteria), 'criterion', 'criteria')} to "
-        f"{_count(len(sparsities), 'sparsity', 'sparsities')} of up to {percent(max(sparsities, default=0.0))} %, "
-        "and measured on test data each time."
+        f"{sum(e.networks for e in experiments)} networks, trained by {trained}, "
+        f"pruned by {_count(len(criteria), 'criterion', 'criteria')} to {_count(len(sparsities), 'sparsity', 'sparsities')} "
+        f"of up to {percent(max(sparsities, default=0.0))} %, and measured on test data each time."
     )
-    notes = [
-        f"{task['title']}: {task['note']}"
-        for source in sources
-        for task in source.recipe.get("tasks") or ()
-        if isinstance(task, Mapping) and task.get("note")
-    ]
-    listed = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
-    about = {
-        "cpu": "This is <b>cpu scale</b>: small enough for two cores, and not the paper’s setting.",
-        "paper": "This is <b>paper scale</b>: the hyper-parameters of the paper.",
-    }.get(scale, f"Scale: <b>{escape(scale)}</b>.")
-    failed = [f"{e.title}: {note}" for e in experiments for note in failure_notes(e)]
-    warning = ""
-    if failed:
-        items = "".join(f"<li>{escape(note)}</li>" for note in failed)
-        warning = f'<div class="warning" role="alert"><p>Some networks did not learn.</p><ul>{items}</ul></div>'
-    cards = [text for e in experiments if (text := _card(e))]
-    summary = ""
-    if cards:
-        summary = (
-            '<h3 class="of-cards">Share that can be removed before accuracy falls by more than one point</h3>'
-            f'<div class="cards">{"".join(cards)}</div>'
-        )
-    return (
-        f'<header id="top"><p class="eyebrow">shaver study</p><h1>{escape(title)}</h1>'
-        f'<p class="lead">{escape(lead)}</p>'
-        f'<div class="scale"><p>{about}</p>{f"<ul>{listed}</ul>" if listed else ""}</div>{warning}</header>{summary}'
-    )
+    tasks = [task for source in sources for task in source.recipe.get("tasks") or () if isinstance(task, Mapping)]
+    cards = []
+    for e in experiments:
+        failures = {v.method: str(f) for v, f in e.failures.items() if v in e.main_variants()}
+        if (reached := kept(e)) or failures:
+            criterion = CRITERION_NAMES.get(e.main_criterion, e.main_criterion)
+            cards.append({"title": e.title, "criterion": criterion, "reached": reached, "failures": failures})
+    return {
+        "title": experiments[0].title if len(experiments) == 1 else title,
+        "lead": lead,
+        "notes": list(dict.fromkeys(f"{task['title']}: {task['note']}" for task in tasks if task.get("note"))),
+        "failed": [f"{e.title}: {note}" for e in experiments for note in failure_notes(e)],
+        "cards": cards,
+    }
 
 
-def _card(experiment: Experiment) -> str:
-    reached = kept(experiment)
-    criterion = experiment.main_criterion
-    failures = {v.method: str(f) for v, f in experiment.failures.items() if v in experiment.main_variants()}
-    if not reached and not failures:
-        return ""
-    return card(experiment.title, CRITERION_NAMES.get(criterion, criterion), reached, failures)
+def _tables(experiments: Sequence[Experiment]) -> dict[str, Any]:
+    """The tables and bars of the page, without those that would be empty."""
+    tables = {
+        "sizes": [size_table(e) for e in experiments if e.criteria],
+        "accuracies": [quality_table(e, METRICS[0]) for e in experiments],
+        "others": [quality_table(e, metric) for e in experiments for metric in METRICS[1:]],
+        "durations": [training_table(experiments), scoring_table(experiments)],
+    }
+    found: dict[str, Any] = {key: [table for table in those if table is not None] for key, those in tables.items()}
+    found["bars"] = [times for times in (training_times(experiments), scoring_times(experiments)) if times.bars]
+    return found | {"other_metrics": ", ".join(metric.title for metric in METRICS[1:])}
 
 
-def _curves(experiments: Sequence[Experiment]) -> str:
-    if not any(e.curves for e in experiments):
-        return ""
-    controls = [
-        ("select", "experiment", "Network", "half"),
-        ("chips", "method", "Trained by", "half"),
-        ("chips", "metric", "Measure", ""),
-        ("chips", "stage", "Pruned", "half"),
-        ("chips", "criterion", "Ranked by", ""),
-        ("chips", "prior", "SpaM’s prior", ""),
-        ("chips", "curvature", "Curvature", ""),
-        ("colour", "colour", "Colour by", "half"),
-    ]
-    hint = (
-        "Bands are standard errors over seeds. Point at a curve, or focus the picture and use the arrow keys, to read "
-        "values. The axis is logarithmic in the share that is kept."
-    )
-    return section(
-        "curves",
-        "Accuracy over sparsity",
-        "Test accuracy after the given share of the weights was removed. A curve that stays high prunes well.",
-        panel("curves", controls, hint),
-    )
-
-
-def _sizes(experiments: Sequence[Experiment]) -> str:
-    found = [size_table(experiment) for experiment in experiments if experiment.criteria]
-    tables = "".join(html_table(table) for table in found if table is not None)
-    text = "Removing single weights makes the file smaller; removing whole units makes the network faster as well."
-    return section("size", "Size and speed", text, tables) if tables else ""
-
-
-def _pareto(experiments: Sequence[Experiment]) -> str:
-    if not any(varying_costs(e) for e in experiments):
-        return ""
-    return section(
-        "pareto",
-        "Quality against cost",
-        "Each mark is a pruned network; filled marks are trained by SpaM. Better networks are further up and left.",
-        panel(
-            "pareto",
-            [
-                ("select", "experiment", "Network", "half"),
-                ("chips", "cost", "Cost", "half"),
-                ("chips", "criterion", "Ranked by", ""),
-            ],
-            "Networks more than 15 points below the best accuracy are left out.",
-        ),
-    )
-
-
-def _training(experiments: Sequence[Experiment], histories: "DataFrame") -> str:
-    if not any(training_curves(e, histories) for e in experiments):
-        return ""
-    controls = [("select", "experiment", "Network", "half"), ("chips", "quantity", "Show", "")]
-    return section(
-        "training",
-        "While training",
-        "Means over seeds. SpaM learns from the log evidence how many weights the data need.",
-        panel("training", controls, ""),
-    )
-
-
-def _tables(experiments: Sequence[Experiment], left_out: bool) -> str:
-    out, more = [], []
-    for experiment in experiments:
-        for metric in METRICS:
-            if (table := quality_table(experiment, metric)) is None:
-                continue
-            if metric is METRICS[0]:
-                out.append(html_table(table))
-            else:
-                more.append(f"<details><summary>{escape(table.title)}</summary>{html_table(table)}</details>")
-    if left_out:
-        more = [f'<p class="note">{escape(", ".join(m.title for m in METRICS[1:]))}: too long for this page.</p>']
-    text = "Bold is the best of a column, shaded the best training for a criterion. Below each mean its standard error."
-    return section("tables", "Tables", text, "".join([*out, *more])) if out or more else ""
-
-
-def _pictures(sources: Sequence[Source], room: int) -> str:
-    shown, left, used = [], [], 0
+def _pictures(sources: Sequence[Source], room: int) -> dict[str, Any]:
+    """Captions and contents of the pictures that fit, as images: nothing in them runs, and their ids stay their own."""
+    shown, left = [], []
     for path in (path for source in sources for path in source.pictures):
-        size = path.stat().st_size
-        if used + size * 4 // 3 > room:
+        encoded = base64.b64encode(path.read_bytes()).decode()
+        if len(encoded) > room:
             left.append(path.name)
             continue
-        used += size * 4 // 3
-        shown.append(picture(path))
-    if not shown and not left:
-        return ""
-    rest = f'<p class="note">Too large for this page: {escape(", ".join(left))}.</p>' if left else ""
-    text = "One network before and after pruning."
-    return section("pictures", "Filters", text, f'<div class="pictures">{"".join(shown)}</div>{rest}')
+        room -= len(encoded)
+        shown.append((_CAPTIONS.get(path.stem, path.stem.replace("-", " ").replace("_", " ")), encoded))
+    return {"pictures": shown, "too_large": left}
 
 
-def _times(experiments: Sequence[Experiment]) -> str:
-    trained, scored = training_times(experiments), scoring_times(experiments)
-    out = []
-    if trained.bars:
-        slots = {"map": 7, "l1": 2, "spam": 0, "vd": 3, "l0": 4}
-        rows = [(label, found, slots.get(kind, 8)) for label, found, kind in trained.bars]
-        out.append(f"<h3>{escape(trained.title)}</h3>{bars(rows, trained.show)}")
-    if scored.bars:
-        rows = [(label, found, _slot(kind)) for label, found, kind in scored.bars]
-        out.append(f"<h3>{escape(scored.title)}</h3>{bars(rows, scored.show)}")
-    tables = [training_table(experiments), scoring_table(experiments)]
-    out += [html_table(table) for table in tables if table is not None]
-    return section("times", "Times", "Measured on the machine named below.", "".join(out)) if out else ""
+def _run(source: Source) -> dict[str, Any]:
+    """How a run is reproduced: its command, what it was made with, and its recipe."""
+    command = source.study.get("command")
+    if isinstance(command, list | tuple) and command:
+        command = shlex.join([Path(str(command[0])).name, *map(str, command[1:])])
+    known = {key: source.study[key] for key in _FACTS if source.study.get(key)}
+    if isinstance(known.get("machine"), Mapping):
+        known["machine"] = {key: value for key, value in known["machine"].items() if key != "host"}
+    facts = {"seconds in all" if key == "seconds" else key: _plain(value) for key, value in known.items()}
+    recipe = json.dumps(source.recipe, indent=2, ensure_ascii=False, default=str) if source.recipe else ""
+    return {"name": source.name, "command": command, "facts": facts, "recipe": recipe}
 
 
-def _reproduce(sources: Sequence[Source]) -> str:
-    out = []
-    for source in sources:
-        heading = f"<h3>{escape(source.name)}</h3>" if len(sources) > 1 else ""
-        command = source.study.get("command")
-        if isinstance(command, list | tuple) and command:
-            command = shlex.join([Path(str(command[0])).name, *map(str, command[1:])])
-        code = f"<pre><code>{escape(str(command))}</code></pre>" if command else ""
-        known = {key: source.study[key] for key in _FACTS if source.study.get(key)}
-        if isinstance(known.get("machine"), Mapping):
-            known["machine"] = {key: value for key, value in known["machine"].items() if key != "host"}
-        out.append(heading + code + facts({_FACTS[key]: value for key, value in known.items()}))
-        if source.recipe:
-            text = escape(json.dumps(source.recipe, indent=2, ensure_ascii=False, default=str))
-            out.append(f"<details><summary>Every setting of {escape(source.name)}</summary><pre>{text}</pre></details>")
-    text = "The same seeds give the same numbers on the same versions."
-    return section("reproduce", "How to reproduce", text, "".join(out))
+def _plain(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items() if inner not in (None, "", [], {}))
+    return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _data(experiments: Sequence[Experiment], histories: "DataFrame") -> dict[str, Any]:
@@ -399,8 +258,9 @@ def _round(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _slot(criterion: str) -> int:
-    return list(COLOURS).index(criterion) if criterion in COLOURS else len(COLOURS)
+def _slot(kind: str) -> int:
+    """The colour of a criterion or method."""
+    return _METHOD_SLOTS.get(kind, list(COLOURS).index(kind) if kind in COLOURS else len(COLOURS))
 
 
 def _count(number: int, one: str, many: str) -> str:
