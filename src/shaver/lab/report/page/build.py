@@ -118,7 +118,8 @@ def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dic
     trained = " and ".join(", ".join(_TRAINED.get(m, m) for m in methods).rsplit(", ", 1))
     lead = (
         f"{sum(e.networks for e in experiments)} networks, trained by {trained}, "
-        f"pruned by {_count(len(criteria), 'criterion', 'criteria')} to {_count(len(sparsities), 'sparsity', 'sparsities')} "
+        f"pruned by {_count(len(criteria), 'criterion', 'criteria')} "
+        f"to {_count(len(sparsities), 'sparsity', 'sparsities')} "
         f"of up to {percent(max(sparsities, default=0.0))} %, and measured on test data each time."
     )
     tasks = [task for source in sources for task in source.recipe.get("tasks") or () if isinstance(task, Mapping)]
