@@ -90,9 +90,9 @@ def check_settings(prior: object, settings: Any) -> None:
     Raises:
         ValueError: The settings do not work; the message names those that do.
     """
-    if callable(prior) or not settings.online or settings.method != "fixed_point" or settings.source != "ef":
+    if callable(prior) or not settings.online or settings.method != "fixed_point":
         raise ValueError(
-            'with sharded parameters SpaM needs a named prior, online=True, method="fixed_point" and source="ef"; this '
-            f"is prior={prior!r}, online={settings.online}, method={settings.method!r}, source={settings.source!r}. "
-            "DistributedDataParallel supports all settings."
+            'with sharded parameters SpaM needs a named prior, online=True and method="fixed_point"; this is '
+            f"prior={prior!r}, online={settings.online}, method={settings.method!r}. DistributedDataParallel supports "
+            "all settings."
         )

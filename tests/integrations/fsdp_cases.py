@@ -1,13 +1,16 @@
 """Trainings with parameters spread over the ranks by fully_shard, and the same by one process."""
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from shaver.curvature import kernels
 from shaver.integrations.distributed import full_posterior, full_state_dict, hold_sharded, prune_sharded
+from shaver.likelihoods import Classification
 from shaver.spam import SpaM
 from tests.integrations.ddp_cases import QUICK, N, blobs, own
 
@@ -35,6 +38,15 @@ class Net(nn.Module):
         return self.out(self.norm(self.again(x * torch.sigmoid(self.gate(x)))))
 
 
+class LeastLikely(Classification):
+    """Draws the least likely label, so that MC finds the same H however the samples are spread over the ranks."""
+
+    def mc_gradient(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """softmax − one-hot label."""
+        probabilities = outputs.softmax(1)
+        return probabilities - F.one_hot(probabilities.argmin(1), outputs.shape[1])
+
+
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "adam": {},
@@ -43,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "unit": {"prior": "unit"},
     "layer": {"prior": "layer"},
     "scalar": {"prior": "scalar"},
+    "mc": {"source": "mc", "likelihood": LeastLikely()},
+    "mc by layer": {"source": "mc", "likelihood": LeastLikely()},  # squared as gradients arrive, as in a large network
 }
 
 
@@ -52,7 +66,7 @@ def start(case: str, size: int) -> tuple[nn.Module, SpaM, torch.optim.Optimizer]
         for layer in (model.into, model.again):
             fully_shard(layer)
         fully_shard(model)
-    spam = SpaM(model, N, source="ef", **QUICK, **CASES[case])
+    spam = SpaM(model, N, **({"source": "ef"} | QUICK | CASES[case]))
     if case == "adam":
         return model, spam, torch.optim.Adam(model.parameters(), lr=0.01)
     return model, spam, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -83,7 +97,8 @@ def train(
 def run(case: str, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
     """Train; returns whole weights, precisions, masks, and what a state dict holds."""
     model, spam, optimizer = start(case, size)
-    train(model, spam, optimizer, rank, size, 3)
+    with patch.object(kernels, "STREAMED", 0 if case == "mc by layer" else kernels.STREAMED):
+        train(model, spam, optimizer, rank, size, 3)
     assert spam.updates >= 2
     numbers = spam.statistics()
     posterior = full_posterior(spam)

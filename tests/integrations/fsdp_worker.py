@@ -37,11 +37,22 @@ notes["rows"] = {name: list(value.shape) for name, value in spam.prior.delta().i
 dist.barrier()
 
 wrapped = fully_shard(Net())
-refused = {"own": {"prior": lambda name, p: name}, "mc": {"source": "mc"}, "kron": {"structure": "kron"}}
+refused = {"own": {"prior": lambda name, p: name}, "kron": {"structure": "kron"}}
 for name, options in refused.items():
     try:
         SpaM(wrapped, 10, **({"source": "ef"} | options if name != "kron" else options))
     except ValueError as error:
         notes[name] = str(error)
+# one rank's samples are broken: no rank waits for another
+model, spam, optimizer = start("mc", 2)
+train(model, spam, optimizer, rank, 2, 1)
+assert spam.online is not None
+assert spam.online.active
+broken = torch.full((4, 6), torch.nan if rank else 1.0, dtype=torch.float64)
+try:
+    torch.nn.functional.cross_entropy(model(broken), torch.zeros(4, dtype=torch.long)).backward()
+    spam.step(optimizer)
+except FloatingPointError as error:
+    notes["broken"] = str(error)
 (folder / f"notes-{rank}.json").write_text(json.dumps(notes))
 dist.destroy_process_group()

@@ -60,8 +60,13 @@ def test_what_needs_more_than_a_rank_s_rows_is_refused(results: Path):
     notes = json.loads((results / "notes-0.json").read_text())
     assert "a named prior" in notes["own"]
     assert "lambda" in notes["own"]
-    assert "source='mc'" in notes["mc"]
     assert "online=False" in notes["kron"]
+
+
+def test_broken_samples_of_one_rank_stop_every_rank(results: Path):
+    first, second = (json.loads((results / f"notes-{rank}.json").read_text()) for rank in (0, 1))
+    assert "is not finite" in first["broken"]
+    assert "is not finite" in second["broken"]
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.62, 0.95])

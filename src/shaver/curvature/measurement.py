@@ -109,7 +109,7 @@ class Measurement:
             self._outputs = None
             self._read(outputs, gradient)
             self.cotangent = gradient if self.request.source == "ef" else self._drawn(outputs, gradient)
-            if self._draws and math.isfinite(self.factor):
+            if self._draws and (math.isfinite(self.factor) or self.request.always):
                 self._backward(self.cotangent)
             if not self.left and not self.plan.unseen(self.calls):
                 self.cotangent = None  # no longer needed, and large for a large vocabulary
