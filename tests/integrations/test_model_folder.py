@@ -18,6 +18,7 @@ from shaver.integrations.oneshot import OneShot
 from tests.integrations.causal_models import FAMILIES, folder, text, tokenizer, transformers, windows
 
 _HALF = OneShot(sparsity=0.5)
+_SMALLER = OneShot(sparsity=0.5, units=True)
 #: Opens every folder with plain transformers, and generates with a cache from a padded batch.
 _SCRIPT = """
 import sys
@@ -51,7 +52,10 @@ def test_plain_transformers_opens_every_family_and_generates(tmp_path: Path) -> 
         source = folder(tmp_path / name / "dense", name)
         found = prune_folder(source, tmp_path / name / "sparse", windows(8), _HALF)
         assert found.sparsity == pytest.approx(0.5, abs=0.02)
-        folders.append(found.folder)
+        small = prune_folder(source, tmp_path / name / "small", windows(8), _SMALLER)
+        sizes = [(place / "model.safetensors").stat().st_size for place in (source, small.folder)]
+        assert sizes[1] < 0.8 * sizes[0]
+        folders += [found.folder, small.folder]
     command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, *map(str, folders)]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=600)
     for place in folders:
@@ -66,11 +70,13 @@ def test_plain_transformers_opens_every_family_and_generates(tmp_path: Path) -> 
         assert outputs["words"].shape == (2, 9)
         assert (place / "generation_config.json").exists()
         report = json.loads((place / "pruning.json").read_text())
-        zeros = [int((model.get_parameter(row["name"]) == 0).sum()) for row in report["matrices"]]
-        assert zeros == [row["weights"] - row["kept"] for row in report["matrices"]]
+        nonzero = [int((model.get_parameter(row["name"]) != 0).sum()) for row in report["matrices"]]
+        assert nonzero == [row["kept"] for row in report["matrices"]]
+        if place.name == "small":
+            assert nonzero == [model.get_parameter(row["name"]).numel() for row in report["matrices"]]
 
 
-@pytest.mark.parametrize("settings", [_HALF, OneShot(pattern=(2, 4), dense_target=True)])
+@pytest.mark.parametrize("settings", [_HALF, OneShot(pattern=(2, 4), dense_target=True), _SMALLER])
 def test_an_interrupted_call_continues_to_the_same_weights(
     tmp_path: Path, calibration: Path, settings: OneShot
 ) -> None:
@@ -208,7 +214,12 @@ def test_the_command_prunes_a_folder(tmp_path: Path, calibration: Path, capsys: 
     assert "50.00%" in shown
     weight = load_file(out / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     assert bool(((weight != 0).reshape(32, -1, 4).sum(2) == 2).all())
+    assert main([*common, "--scope", "units", "--sparsity", "0.25", "--out", str(tmp_path / "small")]) == 0
+    assert "48 → 36" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["intermediate_size"] == 36
     for wrong, said in (
+        (["--scope", "units"], "--sparsity 0.25"),
+        (["--scope", "units", "--sparsity", "0.001"], "nothing would be removed"),
         (["--sparsity", "auto"], "SpaM"),
         ([], "--sparsity 0.5 or --scope 2:4"),
         (["--sparsity", "0.5", "--data", "digits"], "--data does not apply"),

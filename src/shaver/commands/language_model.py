@@ -11,6 +11,8 @@ from shaver.integrations.model_folder import PrunedFolder, prune_folder
 from shaver.integrations.oneshot import OneShot
 from shaver.pruning.pruned import pattern_of
 
+#: The scope that removes whole units.
+UNITS = "units"
 _UNUSED = ("data", "samples", "factory", "input_shape", "likelihood", "prior_precision", "max_drop", "valid_fraction")
 
 
@@ -24,14 +26,17 @@ def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
     if options.sparsity == "auto":
         raise ValueError("--sparsity auto needs a network trained with SpaM; give a share such as --sparsity 0.5.")
     pattern = pattern_of(options.scope)
-    if pattern is None and options.scope not in ("global", "layer"):
-        raise ValueError(f"unknown scope {options.scope!r}. Valid: layer, or N:M such as 2:4.")
+    if pattern is None and options.scope not in ("global", "layer", UNITS):
+        raise ValueError(f"unknown scope {options.scope!r}. Valid: layer, {UNITS}, or N:M such as 2:4.")
     if (options.sparsity is None) == (pattern is None):
-        raise ValueError("say how much to remove: either --sparsity 0.5 or --scope 2:4.")
+        raise ValueError(
+            "say how much to remove: either --sparsity 0.5 or --scope 2:4; --scope units takes --sparsity 0.25."
+        )
     settings = OneShot(
         sparsity=options.sparsity,
         pattern=pattern,
         criterion=options.criterion or "opd",  # type: ignore[arg-type]
+        units=options.scope == UNITS,
         repair=options.repair,
     )
     folder = options.checkpoint
@@ -52,6 +57,8 @@ def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
     console.print(_table(pruned))
     if pruned.resumed:
         console.print(f"{pruned.resumed} blocks had been finished by an interrupted call.", highlight=False)
+    for name, (before, after) in pruned.widths.items():
+        console.print(f"{name} {before:,} → {after:,}", highlight=False)
     console.print(
         f"{pruned.sparsity:.2%} of the weights of {len(pruned.matrices)} matrices removed, calibrated with "
         f"{pruned.windows[0]} windows of {pruned.windows[1]} tokens.\n"

@@ -18,6 +18,8 @@ from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.repairing.lockstep import Lane, lanes, visiting
 
 Call = Callable[[nn.Module, Tensor], Tensor]
+#: Columns of a symmetric product that are multiplied at a time.
+COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def stage_moments(
                 x = _rows(_at(stage, lane))
                 other = None if twins is None else twins[place]
                 known_x = x if other is None else _rows(_at(stage, other))
-                second = (x.t() @ x).double()
+                second = _squared(x)
                 cross = second if other is None else (known_x.t() @ x).double()
                 drift = {}
                 if other is not None:
@@ -199,3 +201,14 @@ def _at(stage: Stage, lane: Lane) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _squared(x: Tensor) -> Tensor:
+    """Σ x xᵀ in float64, of products in float32; only the upper half is multiplied."""
+    size = x.shape[1]
+    total = torch.zeros(size, size, dtype=torch.float64)
+    for start in range(0, size, COLUMNS):
+        stop = min(start + COLUMNS, size)
+        total[start:stop, start:] = x[:, start:stop].t() @ x[:, start:]
+        total[stop:, start:stop] = total[start:stop, stop:].t()
+    return total

@@ -1,8 +1,8 @@
 """``prune_folder``: from a folder of the transformers library to another, pruned block by block, resumable."""
 
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ class PrunedFolder:
         matrices: One entry per pruned weight matrix.
         windows: How many windows of calibration text were used, and their length.
         resumed: Blocks that an earlier, interrupted call had finished.
+        widths: Entries of the configuration that became smaller, before and after, and the model's parameters.
     """
 
     folder: Path
     matrices: tuple[PrunedMatrix, ...]
     windows: tuple[int, int]
     resumed: int
+    widths: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def sparsity(self) -> float:
@@ -112,13 +114,16 @@ def prune_folder(
         resumed += 1
         return [PrunedMatrix(**row) for row in state["rows"]]
 
+    sizes = _sizes(model)
     try:
         matrices = prune_blocks(model, ids, settings, progress=progress, store=store, restore=restore)
     except ValueError:
         if not list(place.glob("block-*")):  # a model that cannot be pruned leaves nothing behind
             shutil.rmtree(place)
         raise
-    found = PrunedFolder(target, tuple(matrices), (len(ids), ids.shape[1]), resumed)
+    widths = {name: (sizes.get(name, size), size) for name, size in _sizes(model).items()}
+    widths = {name: (before, after) for name, (before, after) in widths.items() if before != after}
+    found = PrunedFolder(target, tuple(matrices), (len(ids), ids.shape[1]), resumed, widths)
     made = place / "model"
     shutil.rmtree(made, ignore_errors=True)
     model.save_pretrained(made)
@@ -201,6 +206,12 @@ def _model(source: Path) -> Any:
     if missing:
         raise ValueError(f"the weights in {source} lack {', '.join(missing[:3])}: the folder is incomplete.")
     return model.eval()
+
+
+def _sizes(model: Any) -> dict[str, int]:
+    """The whole numbers of the configuration, and the number of parameters."""
+    entries = {name: value for name, value in model.config.to_dict().items() if type(value) is int}
+    return entries | {"parameters": sum(parameter.numel() for parameter in model.parameters())}
 
 
 def _check_vocabulary(config: Any, ids: Tensor, tokenizer: Any) -> None:

@@ -8,13 +8,14 @@ Only one block is in work at a time, in float32. The hidden states of all window
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from shaver.integrations.block_moments import Stage, StageMoments, find_stages, matrix, stage_moments
+from shaver.integrations.block_units import BlockUnits, Widths, find_widths, shrink
 from shaver.integrations.causal_blocks import BlockChain, find_blocks
 from shaver.measure.evaluating import evaluating
 from shaver.naming import check_name
@@ -25,6 +26,8 @@ from shaver.repairing.sweep import inverse_factor, sweep
 Criterion = Literal["opd", "wanda", "magnitude"]
 #: Windows that are passed through a block together.
 BATCH = 4
+#: Tokens that show which layers of a block read the same tensor.
+FEW = 16
 #: Steps of conjugate gradients after the masks are chosen. On four layers of SmolLM2-135M at 50 %, 8, 20 and 100 steps
 #: left 78, 77 and 76 % of SparseGPT's squared error.
 STEPS = 10
@@ -35,10 +38,13 @@ class OneShot:
     """What is removed from every weight matrix of every block, by which score, and whether the rest makes up for it.
 
     Attributes:
-        sparsity: The share of weights to remove from each matrix.
+        sparsity: The share of weights to remove from each matrix, or of units.
         pattern: Instead of a share: ``(2, 4)`` keeps two of every four neighbours in a row.
         criterion: ``"opd"``: the posterior damage, that is, the cost of a removal after the rest of the row has made up
             for it. ``"wanda"``: the size of a weight times the norm of its input, within each row. ``"magnitude"``.
+        units: Remove whole units, so that the model becomes smaller and faster: hidden units of the feed-forward part,
+            and key-value heads with their query heads where the configuration can express it. The share is rounded to
+            whole units and is the same in every block.
         repair: Move the remaining weights to their conditional mean.
         damping: How strongly weights are held near the dense ones, as a share of the mean squared input.
         dense_target: Fit the outputs of the dense model, instead of what the dense weights give on the pruned model's
@@ -48,6 +54,7 @@ class OneShot:
     sparsity: float | None = None
     pattern: tuple[int, int] | None = None
     criterion: Criterion = "opd"
+    units: bool = False
     repair: bool = True
     damping: float = 0.01
     dense_target: bool = False
@@ -58,6 +65,8 @@ class OneShot:
             raise ValueError("say how much to remove: either sparsity=0.5 or pattern=(2, 4).")
         if self.sparsity is not None:
             check_sparsity(self.sparsity)
+        if self.units and self.sparsity is None:
+            raise ValueError("whole units have no pattern: say which share to remove, such as sparsity=0.25.")
         if self.pattern is not None and not 0 < self.pattern[0] <= self.pattern[1]:
             raise ValueError(f"pattern is (n, m) with 0 < n <= m, such as (2, 4), not {self.pattern!r}.")
         if not self.damping > 0:
@@ -96,7 +105,8 @@ def prune_blocks(
 ) -> list[PrunedMatrix]:
     """Prune the blocks of a causal model of the transformers library in their order; the model is changed in place.
 
-    Each block reads what the pruned blocks before it give. Embeddings, norms, biases and the output layer stay.
+    Each block reads what the pruned blocks before it give. Embeddings, norms, biases and the output layer stay. With
+    ``units=True`` the model's matrices and configuration are smaller afterwards; ``save_pretrained`` writes them.
 
     Example:
         >>> from shaver.integrations.oneshot import OneShot, prune_blocks
@@ -121,11 +131,14 @@ def prune_blocks(
     check_windows(model, windows)
     with evaluating(model), torch.no_grad():
         chain = find_blocks(model)
+        widths = find_widths(chain, settings.sparsity) if settings.units and settings.sparsity is not None else None
         found: list[PrunedMatrix] = []
-        for done, rows in enumerate(_pruned(chain, windows, settings, store, restore), 1):
+        for done, rows in enumerate(_pruned(chain, windows, settings, widths, store, restore), 1):
             found += rows
             if progress is not None:
                 progress(done, len(chain))
+        if widths is not None:
+            shrink(chain, widths)
     return found
 
 
@@ -154,11 +167,18 @@ def check_windows(model: nn.Module, windows: Tensor) -> None:
 
 
 def _pruned(
-    chain: BlockChain, windows: Tensor, settings: OneShot, store: Store | None, restore: Restore | None
+    chain: BlockChain,
+    windows: Tensor,
+    settings: OneShot,
+    widths: Widths | None,
+    store: Store | None,
+    restore: Restore | None,
 ) -> Iterator[list[PrunedMatrix]]:
     batches = [windows[start : start + BATCH] for start in range(0, len(windows), BATCH)]
     by_shape = {batch.shape: chain.calls(batch) for batch in {batch.shape: batch for batch in batches}.values()}
     hidden = [chain.entering(batch) for batch in batches]
+    few = windows[:1, :FEW]
+    short = chain.calls(few)
     is_dense = settings.dense_target and settings.repair
     dense = [state.clone() for state in hidden] if is_dense else None
     for number, block in enumerate(chain.blocks):
@@ -173,50 +193,59 @@ def _pruned(
                     dense[place] = call(before, dense[place])
         else:
             rows = []
-            stages = find_stages(work, by_shape[batches[0].shape][number], hidden[0])
+            units = None if widths is None else BlockUnits(widths, settings.criterion, settings.repair)
+            stages = find_stages(work, short[number], hidden[0][:1, :FEW])
             if not stages:
                 raise ValueError(f"{chain.path}.{number} ({type(block).__name__}) has no linear layers to prune.")
             with closing(stage_moments(work, stages, calls, hidden, dense)) as stops:
                 for stage, moments in stops:
-                    rows += _prune_stage(work, block, stage, moments, settings, f"{chain.path}.{number}")
+                    rows += _prune_stage(work, block, stage, moments, settings, units)
+            if units is not None:
+                left = units.mask(block)
+                rows = [replace(row, kept=left.get(row.name, row.kept)) for row in rows]
+            rows = [replace(row, name=f"{chain.path}.{number}.{row.name}") for row in rows]
             if store is not None:
                 store(number, block, rows)
         yield rows
 
 
 def _prune_stage(
-    work: nn.Module, block: nn.Module, stage: Stage, moments: StageMoments, settings: OneShot, place: str
+    work: nn.Module,
+    block: nn.Module,
+    stage: Stage,
+    moments: StageMoments,
+    settings: OneShot,
+    units: BlockUnits | None,
 ) -> list[PrunedMatrix]:
     rows = []
     second = (moments.second / moments.rows).float()
     cross = second if moments.cross is moments.second else (moments.cross / moments.rows).float()
+    ridge = settings.damping * (float(second.diagonal().mean()) or 1.0)
     for path in stage.paths:
         own = block.get_submodule(path)
         weight = matrix(work.get_submodule(path))
-        right = mean = None
+        mean, target = weight, weight @ cross + ridge * weight
         if cross is not second:
-            right = weight @ cross
             if path in moments.drift:
-                right = right + (moments.drift[path] / moments.rows).float()
-        mean, solved, kept = _solved(weight, second, right, settings)
+                target = target + (moments.drift[path] / moments.rows).float()
+            upper = inverse_factor(second, torch.full_like(second[0], ridge))
+            mean = target @ upper.t() @ upper
+        if units is None:
+            solved, kept = _solved(mean, target, second, ridge, settings)
+        else:
+            solved, kept = units.reduced(work, path, mean, second, ridge), torch.ones_like(mean, dtype=torch.bool)
         final = (solved * kept).to(matrix(own).dtype)
         off = final.float() - mean
         error = float(((off @ second) * off).sum() / ((mean @ second) * mean).sum().clamp_min(1e-30))
         weight.copy_(final)
         matrix(own).copy_(final)
-        rows.append(PrunedMatrix(f"{place}.{path}.weight", kept.numel(), int(kept.sum()), error))
+        rows.append(PrunedMatrix(f"{path}.weight", kept.numel(), int(kept.sum()), error))
     return rows
 
 
-def _solved(weight: Tensor, second: Tensor, right: Tensor | None, settings: OneShot) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one matrix: the posterior mean before the removal, the weights after it, and which are kept."""
-    ridge = settings.damping * (float(second.diagonal().mean()) or 1.0)
+def _solved(mean: Tensor, target: Tensor, second: Tensor, ridge: float, settings: OneShot) -> tuple[Tensor, Tensor]:
+    """The weights of one matrix after the removal, and which are kept; ``mean`` solves for ``target`` before it."""
     damping = torch.full_like(second[0], ridge)
-    target = (weight @ second if right is None else right) + ridge * weight
-    mean = weight
-    if right is not None:
-        upper = inverse_factor(second, damping)
-        mean = target @ upper.t() @ upper
     if settings.repair and settings.criterion == "opd":
         start, kept = sweep(
             mean, second, sparsity=settings.sparsity, pattern=settings.pattern, damping=damping, refined=False
@@ -225,8 +254,8 @@ def _solved(weight: Tensor, second: Tensor, right: Tensor | None, settings: OneS
         kept = choose(scores(mean, second, ridge, settings.criterion), settings)
         start = mean
     if not settings.repair:
-        return mean, mean, kept
-    return mean, conjugate_gradients(second, target, kept, start, damping, steps=STEPS), kept
+        return mean, kept
+    return conjugate_gradients(second, target, kept, start, damping, steps=STEPS), kept
 
 
 def scores(weight: Tensor, second: Tensor, ridge: float, criterion: Criterion) -> Tensor:

@@ -6,7 +6,7 @@ inputs, removing the unit U and repairing the others raises the squared error of
     Σ_j W_jU [ (P⁻¹)_UU ]⁻¹ W_jUᵀ .
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def unit_damage(
     Raises:
         ValueError: No layer that reads a group can be repaired.
     """
-    readers: dict[str, list[_Reader]] = {name: [] for name in groups}
+    readers: dict[str, list[Reader]] = {name: [] for name in groups}
     for site, moments in dense_moments(model, batches, forward):
         for name, group in groups.items():
             readers[name] += _readers(model, group, site, moments)
@@ -54,21 +54,38 @@ def unit_damage(
             f"the damage of removing units of {', '.join(silent)} is not known: no linear layer or convolution reads "
             'them. Use criterion="magnitude", or leave these groups out.'
         )
-    return {name: _eliminate(groups[name].units, readers[name]) for name in groups}
+    return {name: eliminate(groups[name].units, readers[name])[0] for name in groups}
 
 
-class _Reader:
-    """A layer that reads the units of a group: its weights, repaired after each removal, and P⁻¹."""
+class Reader:
+    """A layer that reads the units of a group: its weights, repaired after each removal, and P⁻¹.
 
-    def __init__(self, weight: Tensor, second: Tensor, columns: Tensor, *, constant: bool) -> None:
+    Args:
+        weight: ``(outputs, inputs)``.
+        second: Second moment of the inputs, with the constant's last.
+        columns: ``(units, k)``: the inputs that belong to each unit.
+        constant: Whether a constant input, such as a bias, takes part in the repair.
+        ridge: Λ; without it, :data:`DAMPING` of the mean squared input.
+    """
+
+    def __init__(
+        self, weight: Tensor, second: Tensor, columns: Tensor, *, constant: bool = False, ridge: float | None = None
+    ) -> None:
         size = weight.shape[1] + constant
         precision = second[:size, :size].clone()
-        ridge = DAMPING * precision.diagonal()[: weight.shape[1]].mean().clamp_min(1e-30)
+        mean = float(precision.diagonal()[: weight.shape[1]].mean().clamp_min(1e-30))
+        ridge = DAMPING * mean if ridge is None else ridge
         precision.diagonal()[: weight.shape[1]].add_(ridge)
         precision.diagonal().add_(1e-9 * ridge)
         self._inverse = torch.cholesky_inverse(torch.linalg.cholesky(precision))
         self._weight = torch.cat([weight, weight.new_zeros(len(weight), int(constant))], 1)
         self._columns = columns
+        self._inputs = weight.shape[1]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights as they are now."""
+        return self._weight[:, : self._inputs]
 
     def damage(self, units: Tensor) -> Tensor:
         """The cost of removing each of these units alone."""
@@ -86,7 +103,7 @@ class _Reader:
         self._inverse = self._inverse - self._inverse[:, gone] @ share
 
 
-def _readers(model: nn.Module, group: Group, site: Site, moments: Moments) -> list[_Reader]:
+def _readers(model: nn.Module, group: Group, site: Site, moments: Moments) -> list[Reader]:
     """The site as a reader of the group, once for each group of a grouped convolution."""
     found = []
     for piece in group.slices:
@@ -102,20 +119,20 @@ def _readers(model: nn.Module, group: Group, site: Site, moments: Moments) -> li
         for part, weights, second in zip(which, weight, moments.second, strict=True):
             if bool((part == part[:1]).all()) and bool((part[0] >= 0).any()):
                 order = part[0].argsort(stable=True)[int((part[0] < 0).sum()) :]
-                found.append(_Reader(weights, second, order.reshape(group.units, -1), constant=constant))
+                found.append(Reader(weights, second, order.reshape(group.units, -1), constant=constant))
     return found
 
 
-def _eliminate(units: int, readers: list[_Reader]) -> Tensor:
-    """Each unit's cost at its removal."""
+def eliminate(units: int, readers: Sequence[Reader], keep: int = 0) -> tuple[Tensor, Tensor]:
+    """Each unit's cost at its removal, and which are left; ``keep`` of them stay and have no cost."""
     scores, alive, highest = torch.zeros(units, dtype=torch.float64), torch.arange(units), 0.0
-    while len(alive):
+    while len(alive) > keep:
         damage = torch.stack([reader.damage(alive) for reader in readers]).sum(0).cpu()
         order = damage.argsort(stable=True)
-        chosen = order[: max(1, int(SHARE * len(alive)))]
+        chosen = order[: min(len(alive) - keep, max(1, int(SHARE * len(alive))))]
         scores[alive[chosen]] = damage[chosen].clamp_min(highest)
         highest = float(scores[alive[chosen]].max())
         for reader in readers:
             reader.remove(alive[chosen])
         alive = alive[order[len(chosen) :].sort().values]
-    return scores
+    return scores, alive
