@@ -141,6 +141,22 @@ def test_the_table_and_the_report_show_what_is_true(runs, tmp_path, capsys):
     assert re.search("dense +pruned +repaired +change", shown)
 
 
+@pytest.mark.parametrize("command", ["prune", "compact"])
+def test_ranked_by_damage_and_fitted_together(runs, tmp_path, capsys, command):
+    arguments = [command, str(runs / "map"), "--criterion", "damage", "--sparsity", "0.5", "--passes", "30"]
+    assert main([*arguments, "--input-shape", "30"]) != 0
+    assert re.search("--passes 30 .* needs data", capsys.readouterr().err)
+    assert main([*arguments[:-2], "--input-shape", "30"]) != 0
+    assert "--criterion damage needs data" in capsys.readouterr().err
+    assert main([*arguments, "--data", "cancer", "--out", str(tmp_path / "small")]) == 0
+    shown = capsys.readouterr().out
+    assert re.search("dense +pruned +repaired +change", shown)
+    assert "Posterior" not in shown
+    x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
+    assert main([*arguments[:-2], "--data", "cancer", "--out", str(tmp_path / "alone")]) == 0
+    assert not torch.allclose(shaver.load(tmp_path / "small")(x), shaver.load(tmp_path / "alone")(x))
+
+
 def test_without_repair_the_weights_that_are_left_stay_as_they_are(runs, tmp_path, capsys):
     out = tmp_path / "small"
     arguments = ["prune", str(runs / "map"), "--criterion", "magnitude", "--sparsity", "0.5", "--data", "cancer"]

@@ -35,7 +35,7 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
     with console.status("Choosing and removing units …"):
         calibration = calibration_of(subject)
         choice = _choice(options, subject) | {"groups": groups, "posterior": posterior}
-        report = compact_with_report(subject.model, example, **choice, calibration=calibration)
+        report = compact_with_report(subject.model, example, **choice, calibration=calibration, passes=options.passes)
         if calibration is not None:
             plain = compact_with_report(subject.model, example, **choice).model
             rows["unrepaired"] = summary(plain, subject.test, likelihood=subject.likelihood)

@@ -13,13 +13,23 @@ from shaver.pruning.pruned import pattern_of
 
 #: The scope that removes whole units.
 UNITS = "units"
-_UNUSED = ("data", "samples", "factory", "input_shape", "likelihood", "prior_precision", "max_drop", "valid_fraction")
+_UNUSED = (
+    "passes",
+    "data",
+    "samples",
+    "factory",
+    "input_shape",
+    "likelihood",
+    "prior_precision",
+    "max_drop",
+    "valid_fraction",
+)
 
 
 def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
     """Prune a model folder as the options say, and show what came of it."""
     assert options.calibration is not None
-    given = [name for name in _UNUSED if getattr(options, name) not in (None, ())]
+    given = [name for name in _UNUSED if getattr(options, name) not in (None, (), 0)]
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"{named} does not apply to a language model with --calibration; leave it out.")

@@ -9,6 +9,7 @@ from shaver import criteria
 from shaver.commands.options import PruneOptions
 from shaver.commands.outcome import PRUNING, measure_network, show_and_write
 from shaver.commands.subject import (
+    DAMAGE,
     Subject,
     calibration_of,
     check_held_out,
@@ -21,6 +22,7 @@ from shaver.commands.subject import (
 from shaver.likelihoods import Classification
 from shaver.measure import summary
 from shaver.pruning import Pruned, prune
+from shaver.repairing import output_damage
 
 
 def run_prune(options: PruneOptions, console: Console) -> Pruned:
@@ -29,7 +31,10 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
     model = subject.model
     posterior = posterior_of(subject, console, "--sparsity auto" if options.sparsity == "auto" else None)
     with console.status(f"Scoring by {subject.criterion} …"):
-        scores = criteria.score(model, subject.criterion, posterior=posterior, **scoring(subject))
+        if subject.criterion == DAMAGE:
+            scores = output_damage(model, **scoring(subject))
+        else:
+            scores = criteria.score(model, subject.criterion, posterior=posterior, **scoring(subject))
     with console.status("Measuring the network as it is …"):
         rows = {"before": measure_network(model, subject)}
     calibration = calibration_of(subject)
@@ -47,6 +52,7 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
             valid=None if valid is None else valid.batches,
             max_drop=options.max_drop,
             calibration=calibration,
+            passes=options.passes,
         )
     with console.status("Measuring what is left …"):
         rows["after"] = measure_network(model, subject)

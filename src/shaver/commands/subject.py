@@ -29,6 +29,8 @@ from shaver.pruning.ranking import check_sparsity
 from shaver.training.sources import Source, open_source
 
 _BATCH = 256
+#: The criterion that measures what a removal costs after repair. It is no function of one weight and its gradient.
+DAMAGE = "damage"
 #: Training samples that a repair is calibrated with.
 CALIBRATION = 2048
 _NO_DATA = "give --data NAME ({}), or --data package.module:function for your own"
@@ -135,7 +137,13 @@ def criterion_of(options: NetworkOptions) -> str:
     for option, spec in (("--factory", options.factory), ("--data", options.data)):
         if spec is not None and ":" in spec:
             import_function(spec, option)
-    return criteria.get(options.criterion or "opd").name
+    if options.passes and (options.data is None or not options.repair):
+        raise ValueError(f"--passes {options.passes} belong to the repair, which needs data: {how_to_give_data()}.")
+    if options.criterion != DAMAGE:
+        return criteria.get(options.criterion or "opd").name
+    if options.data is None:
+        raise ValueError(f"--criterion {DAMAGE} needs data: {how_to_give_data()}.")
+    return DAMAGE
 
 
 def how_to_give_data() -> str:
@@ -204,7 +212,7 @@ def _check_fits(model: nn.Module, example: Example, option: str) -> None:
 
 def posterior_of(subject: Subject, console: Console, wanted: str | None = None) -> Posterior | None:
     """The posterior that the criterion or ``wanted``, another option, needs: SpaM's, or one that is estimated now."""
-    if wanted is None and "posterior" not in criteria.needs(subject.criterion):
+    if wanted is None and (subject.criterion == DAMAGE or "posterior" not in criteria.needs(subject.criterion)):
         return None
     with console.status("Reading or estimating the posterior …"):
         posterior, is_learned = _posterior(subject, wanted or f"--criterion {subject.criterion}")
@@ -242,9 +250,13 @@ def _posterior(subject: Subject, wanted: str) -> tuple[Posterior, bool]:
 
 
 def calibration_of(subject: Subject) -> list[Any] | None:
-    """Training batches for the repair, about :data:`CALIBRATION` samples; None without data or with --no-repair."""
-    if subject.data is None or not subject.options.repair:
-        return None
+    """Training batches for the repair; None without data or with --no-repair."""
+    return None if subject.data is None or not subject.options.repair else calibration_batches(subject)
+
+
+def calibration_batches(subject: Subject) -> list[Any]:
+    """Training batches, about :data:`CALIBRATION` samples."""
+    assert subject.data is not None
     batches: list[Any] = []
     samples = 0
     for batch in subject.data.train.batches:
@@ -271,6 +283,8 @@ def _origin(posterior: Posterior, is_learned: bool) -> str:
 
 def scoring(subject: Subject) -> dict[str, Any]:
     """What the criterion needs beside the model and a posterior, as arguments of :func:`shaver.score`."""
+    if subject.criterion == DAMAGE:
+        return {"batches": calibration_batches(subject)}
     chosen, data = criteria.get(subject.criterion), subject.data
     given: dict[str, Any] = {"likelihood": subject.likelihood, "seed": subject.options.seed}
     if "batches" in chosen.needs:

@@ -20,6 +20,7 @@ from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
 from shaver.pruning.rounds import Rounds
 from shaver.pruning.search import Quality, accuracy_on, highest_sparsity
 from shaver.repairing import Repaired
+from shaver.repairing.joint import check_passes
 
 _NOT_LEARNED = (
     'sparsity="auto" compares the evidence with and without each weight, which says something only if δ was learned; '
@@ -122,6 +123,7 @@ def prune(
     valid: Iterable[Any] | Quality | None = None,
     max_drop: float | None = None,
     calibration: Iterable[Any] | None = None,
+    passes: int = 0,
     forward: Forward | None = None,
     targets: Targets | None = None,
 ) -> Pruned:
@@ -154,6 +156,8 @@ def prune(
         max_drop: Find the highest sparsity that loses at most this much quality (0.01 is one point of accuracy).
         calibration: Batches of unlabelled inputs; 1,000 samples or more are best. The network is pruned in rounds and
             repaired after each (:func:`shaver.repair`).
+        passes: Passes over the calibration data in which all layers are fitted together after the last round. They
+            help most at high sparsity; see :func:`shaver.repair`.
         forward: ``forward(model, batch)`` for validation and calibration batches of another layout.
         targets: ``targets(batch)`` for validation batches.
 
@@ -162,6 +166,7 @@ def prune(
     """
     check_network(model, "prune")
     check_functions(forward=forward, targets=targets, valid=valid if callable(valid) else None)
+    check_passes(passes, calibration)
     check_posterior(posterior)
     if scores is not None:
         check_fit(model, scores)
@@ -178,7 +183,7 @@ def prune(
     requested: float | str
     rounds = None
     if calibration is not None:
-        rounds = Rounds(model, calibration, limits.ranking, forward=forward)
+        rounds = Rounds(model, calibration, limits.ranking, passes=passes, forward=forward)
     with nullcontext() if rounds is None else rounds:
         if (pattern := pattern_of(scope)) is not None:
             requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, pattern, limits, max_drop)

@@ -44,6 +44,7 @@ class Rounds:
         model: The network, changed in place.
         calibration: Unlabelled batches; read once and kept in memory.
         ranking: A function from scores to a ranking, such as :class:`shaver.pruning.Ranking`.
+        passes: Passes in which all layers are fitted together after the last round; see :func:`shaver.repair`.
         forward: ``forward(model, batch)`` for batches of another layout.
     """
 
@@ -53,12 +54,13 @@ class Rounds:
         calibration: Iterable[Any],
         ranking: Callable[[Mapping[str, Tensor]], Ranking] = Ranking,
         *,
+        passes: int = 0,
         forward: Forward | None = None,
     ) -> None:
         self.model = model
         self.data = calibration_list(calibration)
         self.reference = copy.deepcopy(model)
-        self._ranking, self._forward = ranking, forward
+        self._ranking, self._forward, self._passes = ranking, forward, passes
         self._before: dict[str, Tensor] = {}
         self.report = Repaired()
 
@@ -72,25 +74,35 @@ class Rounds:
         if kind is not None:
             self.model.load_state_dict(self._before)
 
-    def apply(self, masks: Masks) -> None:
-        """Apply the masks, and repair the kept weights."""
+    def apply(self, masks: Masks, passes: int | None = None) -> None:
+        """Apply the masks, and repair the kept weights; ``passes=None`` is all that were asked for."""
         masks.apply_(self.model)
-        self.report = repair(self.model, self.data, reference=self.reference, masks=masks, forward=self._forward)
+        self.report = repair(
+            self.model,
+            self.data,
+            reference=self.reference,
+            masks=masks,
+            passes=self._passes if passes is None else passes,
+            forward=self._forward,
+        )
 
     def prune(self, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
         """Prune to a sparsity in rounds, each ranked by the scores of the current weights."""
         masks = Masks({})
-        for level in levels(sparsity):
-            masks = self.step(scores, level, masks)
-        return masks
+        *first, last = levels(sparsity)
+        for level in first:
+            masks = self.step(scores, level, masks, passes=0)
+        return self.step(scores, last, masks)
 
-    def step(self, scores: Mapping[str, Tensor], sparsity: float, removed: Masks) -> Masks:
+    def step(
+        self, scores: Mapping[str, Tensor], sparsity: float, removed: Masks, *, passes: int | None = None
+    ) -> Masks:
         """One round. Removed weights stay removed."""
         present = rescored(scores, self.reference, self.model)
         for name, mask in removed.items():
             present[name] = present[name].masked_fill(~mask, -math.inf)
         masks = self._ranking(present).at(sparsity)
-        self.apply(masks)
+        self.apply(masks, passes)
         return masks
 
     def highest(

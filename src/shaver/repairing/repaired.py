@@ -12,9 +12,10 @@ from shaver.batches import Forward, check_network
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.registry import check_posterior
 from shaver.measure.evaluating import evaluating
-from shaver.naming import check_functions, check_number, shown
+from shaver.naming import check_count, check_functions, check_number, shown
 from shaver.repairing.calibration import calibration_list, call
 from shaver.repairing.conditional import conditional_mean
+from shaver.repairing.joint import joint_fit
 from shaver.repairing.moments import Moments, Statistics, sequential_moments
 from shaver.repairing.norms import restored, set_statistics
 from shaver.repairing.rectified import rectified_error, rectified_fit, rectified_variance
@@ -51,11 +52,14 @@ class Repaired:
         layers: The weights that were fitted, in the order of the forward pass.
         norms: BatchNorm layers whose statistics were measured again.
         unrepaired: Why a pruned weight could not be repaired, by parameter name.
+        joint: Squared error of the network's outputs as a share of their variance, before and after all layers were
+            fitted together, on held-out batches; ``None`` without ``passes``.
     """
 
     layers: tuple[RepairedLayer, ...] = ()
     norms: tuple[str, ...] = ()
     unrepaired: Mapping[str, str] = field(default_factory=dict)
+    joint: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         width = max([9, *(len(layer.name) for layer in self.layers)])
@@ -64,6 +68,8 @@ class Repaired:
             lines.append(f"{layer.name:<{width}}  {layer.kept:7.4f}  {layer.before:12.4f}  {layer.after:7.4f}")
         if self.norms:
             lines.append(f"{len(self.norms)} BatchNorm layers measured again")
+        if self.joint is not None:
+            lines.append(f"{'all layers together':<{width + 9}}  {self.joint[0]:12.4f}  {self.joint[1]:7.4f}")
         lines += [f"not repaired: {name} ({reason})" for name, reason in self.unrepaired.items()]
         return "\n".join(lines)
 
@@ -76,6 +82,7 @@ def repair(
     masks: Mapping[str, Tensor] | None = None,
     posterior: PosteriorLike | None = None,
     damping: float | None = None,
+    passes: int = 0,
     forward: Forward | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Repaired:
@@ -83,7 +90,8 @@ def repair(
 
     Each layer, in the order of the forward pass, gets the conditional mean of its posterior: the weights whose outputs,
     on the inputs that the repaired layers before it give, are nearest to the dense network's. Removed weights stay
-    zero. Biases take part, and BatchNorm statistics are measured again. No labels and no gradients are needed.
+    zero. Biases take part, and BatchNorm statistics are measured again. No labels are needed, and no gradients unless
+    ``passes`` are given: then all layers are fitted together afterwards, to the dense network's outputs.
 
     Example:
         >>> import copy, torch.nn.utils.prune
@@ -101,8 +109,10 @@ def repair(
         posterior: Its δ is the damping. Without it, ``damping`` is.
         damping: How strongly weights are held near the dense ones, as a share of the mean squared input. ``None`` is
             0.01.
+        passes: Passes over the batches in which all layers are fitted together (:func:`shaver.repairing.joint_fit`).
+            Each batch is one step of gradient descent. They help most where most was removed; 20 to 50 are useful.
         forward: ``forward(model, batch)`` for batches of another layout.
-        progress: ``progress(done, total)`` is called after each layer.
+        progress: ``progress(done, total)`` is called after each layer and each pass.
 
     Returns:
         The error of each layer before and after, and the names of what could not be repaired.
@@ -112,6 +122,7 @@ def repair(
     """
     if damping is not None:
         check_number("damping, a share of the mean squared input,", damping, least=0, above=True)
+    check_count("passes", passes, 0)
     check_functions(forward=forward, progress=progress)
     check_posterior(posterior)
     check_network(model, "repair")
@@ -127,7 +138,7 @@ def repair(
     with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]), _atomic(model):
         plan = make_plan(reference, lambda: call(reference, data[0], forward), weights)
         fitting = _Fitting(model, reference, kept, posterior, DAMPING if damping is None else damping)
-        total = len(set(plan.stops))
+        total = len(set(plan.stops)) + passes
         stops = sequential_moments(plan, model, reference, data, lambda network, batch: call(network, batch, forward))
         with closing(stops):
             for done, (stop, measured) in enumerate(stops, 1):
@@ -137,7 +148,17 @@ def repair(
                     fitting.renormalise(stop, measured)
                 if progress is not None:
                     progress(done, total)
-    return Repaired(tuple(fitting.layers), tuple(fitting.norms), plan.unrepaired)
+        joint = None
+        if passes:
+
+            def report(done: int, _: int) -> None:
+                if progress is not None:
+                    progress(total - passes + done, total)
+
+            joint = joint_fit(
+                model, data, reference=reference, passes=passes, masks=kept, forward=forward, progress=report
+            )
+    return Repaired(tuple(fitting.layers), tuple(fitting.norms), plan.unrepaired, joint)
 
 
 class _Fitting:

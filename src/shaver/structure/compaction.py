@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -18,8 +18,9 @@ from shaver.measure import Cost, cost
 from shaver.measure.example import Example
 from shaver.naming import check_flags, check_name
 from shaver.pruning.ranking import check_sparsity
-from shaver.repairing import Repaired, repair
+from shaver.repairing import Repaired, joint_fit, repair
 from shaver.repairing.calibration import calibration_list
+from shaver.repairing.joint import check_passes
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser
 from shaver.structure.config_widths import Ties, evened, expressible
 from shaver.structure.groups import Groups, check_groups, kept_units, mask_units
@@ -92,6 +93,7 @@ def compact_with_report(
     groups: Groups | None = None,
     masks: Mapping[str, Tensor] | None = None,
     calibration: Iterable[Any] | None = None,
+    passes: int = 0,
     in_place: bool = False,
     optimizer: Optimizer | None = None,
     spam: "SpaM | None" = None,
@@ -141,6 +143,8 @@ def compact_with_report(
             training; criterion, sparsity and the options of the choice are then ignored.
         calibration: Batches of unlabelled inputs. Before the units are removed, the weights that remain are repaired
             (:func:`shaver.repair`), so that the small network's outputs are near those of the whole one.
+        passes: Passes over the calibration data in which all layers of the small network are fitted together
+            (:func:`shaver.repairing.joint_fit`). They help most where most was removed; 20 to 50 are useful.
         in_place: Change the network itself.
         optimizer: Its state is sliced too, so that training goes on without a jump; needs ``in_place``.
         spam: Its prior and curvature are sliced too; needs ``in_place``.
@@ -151,6 +155,7 @@ def compact_with_report(
         ValueError: An option is out of range, or the target is out of reach; the network is as it was.
         CompactionError: The small network would not compute what the masked one does; the network is as it was.
     """
+    check_passes(passes, calibration)
     if criterion is None:
         criterion = DAMAGE if calibration is not None and posterior is None else "opd"
     if calibration is not None:
@@ -179,7 +184,7 @@ def compact_with_report(
         scores = score_units(model, groups, criterion, posterior=posterior, batches=batches, **scoring)
         choice = Chooser(model, groups, options, example, ties).choose(scores, sparsity)
     before = cost(model, example, latency=False)
-    with _repaired(model, groups, choice, calibration, forward, in_place=in_place) as (repaired, report):
+    with _repaired(model, groups, choice, calibration, forward, in_place=in_place) as (repaired, dense, report):
         done = remove_units(
             repaired,
             groups,
@@ -191,6 +196,9 @@ def compact_with_report(
             optimizer=optimizer,
             spam=spam,
         )
+    if passes and report is not None and calibration is not None:
+        joint = joint_fit(done.model, calibration, reference=dense, passes=passes, forward=forward)
+        report = replace(report, joint=joint)
     return CompactReport(done.model, groups, choice, before, cost(done.model, example, latency=False), report)
 
 
@@ -206,17 +214,20 @@ def _repaired(
     forward: Forward | None,
     *,
     in_place: bool,
-) -> Iterator[tuple[nn.Module, Repaired | None]]:
-    """The network, or a copy, with the chosen units masked and the rest repaired; as it was after an error."""
+) -> Iterator[tuple[nn.Module, nn.Module, Repaired | None]]:
+    """The network, or a copy, with the chosen units masked and the rest repaired, and the dense one.
+
+    After an error the network is as it was.
+    """
     if calibration is None:
-        yield model, None
+        yield model, model, None
         return
     dense = deepcopy(model)
     target = model if in_place else deepcopy(model)
     masks = mask_units(target, groups, choice.kept)
     try:
         masks.apply_(target)
-        yield target, repair(target, calibration, reference=dense, masks=masks, forward=forward)
+        yield target, dense, repair(target, calibration, reference=dense, masks=masks, forward=forward)
     except BaseException:
         if in_place:
             model.load_state_dict(dense.state_dict())

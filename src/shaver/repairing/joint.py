@@ -1,0 +1,210 @@
+"""The fit of all layers together: the network's outputs against the dense network's, without labels.
+
+A repair fits one layer after the other, and each layer is held to the dense network's own outputs there. Where much was
+removed, no weights reach them, and what counts is the last layer. Here all weights move together to lower
+
+    Σ (f(x) − f*(x))²     f* the dense network, f the repaired one
+
+by Adam, starting from the weights that the repair found.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shaver.batches import Forward
+from shaver.measure.evaluating import evaluating
+from shaver.naming import check_count
+from shaver.repairing.calibration import calibration_list, call
+from shaver.repairing.sites import parameters_of
+
+#: The length of the largest step, as a share of the root mean square of a layer's weights.
+RATE = 0.03
+#: One batch in this many is held out to see whether the fit carries over to other data.
+HELD_OUT = 8
+#: Steps with a rising rate at the beginning, as a share of all.
+WARM_UP = 0.05
+
+
+def joint_fit(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    reference: nn.Module,
+    passes: int,
+    masks: Mapping[str, Tensor] | None = None,
+    forward: Forward | None = None,
+    rate: float = RATE,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[float, float]:
+    """Move all kept weights together, so that the outputs come nearer to the dense network's.
+
+    Use it after :func:`shaver.repair` where much was removed; ``repair``, ``prune`` and ``compact`` call it with
+    ``passes``. It needs gradients, and about as much time as ``passes`` epochs of training on the calibration data.
+    Embeddings stay as they are. Norm statistics are constants. With eight batches or more, one in eight is held out,
+    and the result is only taken if it is nearer to the dense network there.
+
+    Example:
+        >>> before, after = joint_fit(small, loader, reference=dense, passes=20)
+
+    Args:
+        model: The network; its weights are changed in place. After an error or an interruption it is as it was.
+        batches: Unlabelled inputs, as for :func:`shaver.repair`. Each batch is one step: 64 to 256 samples are best.
+        reference: The dense network. It need not have the same layers, only the same outputs.
+        passes: Passes over the batches.
+        masks: Which weights are kept, by parameter name.
+        forward: ``forward(model, batch)`` for batches of another layout.
+        rate: The length of the largest step, as a share of the root mean square of a layer's weights.
+        progress: ``progress(done, total)`` is called after each pass.
+
+    Returns:
+        The squared error of the outputs before and after, as a share of their variance, on the held-out batches.
+
+    Raises:
+        ValueError: The outputs of the networks do not fit together, or hold nothing but integers.
+    """
+    check_count("passes", passes, 0)
+    data = calibration_list(batches)
+    with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]):
+        error = _Error(reference, data, forward)
+        held = list(range(0, len(data), HELD_OUT)) if len(data) >= HELD_OUT else list(range(len(data)))
+        used = [place for place in range(len(data)) if place not in held] if len(data) >= HELD_OUT else held
+        before = error.mean(model, held)
+        if not passes:
+            return before, before
+        with _trainable(model, masks) as (layers, restore):
+            _descend(model, layers, error, used, passes, rate, progress)
+            after = error.mean(model, held)
+            if not after < before:  # or NaN
+                restore()
+                after = before
+    return before, after
+
+
+def check_passes(passes: int, calibration: object) -> None:
+    """Refuse passes that are no whole number from 0, or that have no data."""
+    if check_count("passes", passes, 0) and calibration is None:
+        raise ValueError(f"passes={passes} are passes over calibration data: give calibration=… too.")
+
+
+def _descend(
+    model: nn.Module,
+    layers: Sequence[Sequence[tuple[nn.Parameter, Tensor | None]]],
+    error: "_Error",
+    used: Sequence[int],
+    passes: int,
+    rate: float,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Adam with a warm-up and a cosine, and a rate for each layer in the scale of its weights."""
+    groups = [{"params": [p for p, _ in layer], "scale": _scale(layer)} for layer in layers]
+    optimizer = torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
+    generator = torch.Generator().manual_seed(0)
+    total, done = passes * len(used), 0
+    for number in range(passes):
+        for place in torch.randperm(len(used), generator=generator).tolist():
+            factor = min((done + 1) / (WARM_UP * total + 1), 0.5 * (1 + math.cos(math.pi * done / total)))
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor * group["scale"]
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                error.of(model, used[place]).backward()  # type: ignore[no-untyped-call]
+            for layer in layers:
+                for parameter, mask in layer:
+                    if mask is not None and parameter.grad is not None:
+                        parameter.grad.mul_(mask)  # Adam leaves what never had a gradient where it is
+            optimizer.step()
+            done += 1
+        if progress is not None:
+            progress(number + 1, passes)
+
+
+class _Error:
+    """The squared error of a network's outputs against the dense network's, as a share of their variance."""
+
+    def __init__(self, reference: nn.Module, data: Sequence[Any], forward: Forward | None) -> None:
+        self._data, self._forward = data, forward
+        self._targets = [_floating(call(reference, batch, forward)) for batch in data]
+        if not self._targets[0]:
+            raise ValueError("the network returns no floating-point tensor to compare with the dense network's.")
+        self._scales = [_variance(outputs) for outputs in zip(*self._targets, strict=True)]
+
+    def of(self, model: nn.Module, place: int) -> Tensor:
+        """The error on one batch."""
+        outputs, targets = _floating(call(model, self._data[place], self._forward)), self._targets[place]
+        if [y.shape for y in outputs] != [y.shape for y in targets]:
+            raise ValueError(
+                f"the network's outputs have the shapes {[tuple(y.shape) for y in outputs]}, the reference's "
+                f"{[tuple(y.shape) for y in targets]}: they are different networks."
+            )
+        errors = [
+            (y.float() - target.float()).square().mean() / scale
+            for y, target, scale in zip(outputs, targets, self._scales, strict=True)
+        ]
+        return torch.stack(errors).mean()
+
+    def mean(self, model: nn.Module, places: Sequence[int]) -> float:
+        """The mean error on some batches."""
+        return sum(float(self.of(model, place)) for place in places) / len(places)
+
+
+def _floating(output: Any) -> list[Tensor]:
+    values = output.values() if isinstance(output, Mapping) else tree_leaves(output)  # results of transformers are both
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel()]
+
+
+def _variance(outputs: Sequence[Tensor]) -> float:
+    count = sum(y.numel() for y in outputs)
+    mean = sum(float(y.double().sum()) for y in outputs) / count
+    variance = sum(float((y.double() - mean).square().sum()) for y in outputs) / count
+    return variance or 1.0
+
+
+def _scale(layer: Sequence[tuple[nn.Parameter, Tensor | None]]) -> float:
+    """The root mean square of a layer's kept weights."""
+    values = torch.cat([(p if mask is None else p[mask]).detach().flatten().float() for p, mask in layer])
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+@contextmanager
+def _trainable(
+    model: nn.Module, masks: Mapping[str, Tensor] | None
+) -> Iterator[tuple[list[list[tuple[nn.Parameter, Tensor | None]]], Callable[[], None]]]:
+    """The parameters of each layer with their masks, and a function that puts their values back.
+
+    Gradients and flags are restored at the end, and the values after an error.
+    """
+    kept = {id(parameter): (masks or {}).get(name) for name, parameter in parameters_of(model).items()}
+    left_out = {id(p) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
+    layers: list[list[tuple[nn.Parameter, Tensor | None]]] = []
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.is_floating_point() and id(p) not in left_out]
+        left_out |= {id(p) for p in own}  # a tied weight belongs to the first of its layers
+        layers += [[(p, kept[id(p)]) for p in own]] if own else []
+    found = [p for layer in layers for p, _ in layer]
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in found):
+        raise ValueError("passes need gradients of at least single precision: call model.float() first.")
+    before = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in found]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for parameter, values, _, _ in before:
+            parameter.copy_(values)
+
+    try:
+        for parameter, _, _, _ in before:
+            parameter.grad = None
+            parameter.requires_grad_(True)
+        yield layers, restore
+    except BaseException:
+        restore()
+        raise
+    finally:
+        for parameter, _, gradient, required in before:
+            parameter.requires_grad_(required)
+            parameter.grad = gradient
