@@ -5,7 +5,7 @@ The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ. δ maximises the ev
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_count, check_name
 from shaver.priors import Grouping, make_prior
 from shaver.ranks import Ranks, held_parameters, unwrapped
-from shaver.selection import Selection
+from shaver.selection import Selection, take
 from shaver.settings import IDLE, Settings, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
@@ -109,6 +109,7 @@ class SpaM:
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
         self._emptied: set[str] = set()
+        self._exempt: dict[str, Tensor] = {}
         self._has_warned = self._is_frozen = False
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
@@ -315,6 +316,26 @@ class SpaM:
         """
         self._is_frozen = True
 
+    def exempt(self, weights: Mapping[str, Tensor]) -> None:
+        """Train these weights under ``initial_precision``, not under the learned δ, until the next call.
+
+        δ is still learned for them, and the posterior has it. Pruning during training uses this to let removed weights
+        return, and to undo at the end the pull of δ on those that remain.
+
+        Args:
+            weights: Parameter → True where a weight is exempt. An empty dict ends all exemptions.
+
+        Raises:
+            ValueError: A name or shape is not that of a parameter, or the parameters are sharded.
+        """
+        if self._held.is_sharded:
+            raise ValueError("weights of sharded parameters cannot be exempt from the learned δ.")
+        for name, chosen in weights.items():
+            if name not in self.theta or chosen.shape != self.theta[name].shape:
+                raise ValueError(f"{name!r} with shape {tuple(chosen.shape)} is no parameter under SpaM's prior.")
+        self._exempt = {name: chosen.detach().to(self.theta[name].device) for name, chosen in weights.items()}
+        self._made_of = []  # forces δ per parameter to be computed again
+
     def _frozen(self) -> bool:
         if self._is_frozen:
             return True
@@ -340,6 +361,8 @@ class SpaM:
             for name, h in curvature.diagonal().items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
                 factor = shrink_factor(h / temperature, old, new, settings.shrink)
+                if name in self._exempt:
+                    factor = factor.masked_fill(self._exempt[name], 1.0)
                 with kept_norms([self.theta[name]], scale_free):
                     rows[name].detach().mul_(factor.to(rows[name].dtype))
         self.updates += 1
@@ -447,6 +470,7 @@ class SpaM:
         self._held = held_parameters(self.theta, self.ranks)
         added = {name: p for name, p in self.theta.items() if name not in self.prior.names}
         self.prior = self.prior.select(kept, added, self.settings.initial_precision)
+        self._exempt = {n: take(chosen, kept.get(n)) for n, chosen in self._exempt.items() if n in self.theta}
         self._made_of = []  # forces δ per parameter to be computed again
         if self.online is not None:
             self.online.select(kept)
@@ -478,6 +502,7 @@ class SpaM:
             "scale_free": self.scale_free.state(),
             "watch": self.watch.state(),
             "is_frozen": self._is_frozen,
+            "exempt": dict(self._exempt),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -501,11 +526,15 @@ class SpaM:
         self.scale_free.load_state(state["scale_free"])
         self.watch.load_state(state["watch"])
         self._is_frozen = state["is_frozen"]
+        self.exempt(state.get("exempt", {}))  # absent in states of earlier versions
         self._set_pace()
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:
         """δ of each parameter, computed again when the prior's values have been replaced."""
         values = [factor.values for factor in self.prior.factors]
         if len(values) != len(self._made_of) or any(a is not b for a, b in zip(values, self._made_of, strict=True)):
-            self._made_of, self._delta = values, {p: self.prior.delta_of(name) for name, p in self.theta.items()}
+            found = {name: self.prior.delta_of(name) for name in self.theta}
+            for name, chosen in self._exempt.items():
+                found[name] = torch.where(chosen, self.settings.initial_precision, found[name])
+            self._made_of, self._delta = values, {p: found[name] for name, p in self.theta.items()}
         return self._delta

@@ -384,3 +384,28 @@ def test_by_epochs_there_is_no_posterior_before_an_estimate():
     assert spam.statistics() == {}
     with pytest.raises(RuntimeError, match=r"spam\.end_epoch\(batches\)"):
         _ = spam.posterior
+
+
+# Exempt weights --------------------------------------------------------------------------------------------------
+
+
+def test_exempt_weights_train_under_the_initial_precision_and_are_not_shrunk():
+    model = mlp()
+    spam = SpaM(model, N, total_steps=200, initial_precision=3.0, **QUICK)
+    train(model, spam, sgd(model), split(blobs()), 3)
+    chosen = {"0.weight": torch.arange(48).reshape(8, 6) % 2 == 0}
+    spam.exempt(chosen)
+    learned = spam.prior.delta()["0.weight"]
+    used = spam.delta_by_parameter()[model[0].weight]
+    assert torch.equal(used, torch.where(chosen["0.weight"], torch.full_like(learned, 3.0), learned))
+    before = weights(model)["0.weight"]
+    spam.update(split(blobs()))
+    moved = weights(model)["0.weight"] != before
+    assert not bool(moved[chosen["0.weight"]].any())
+    assert bool(moved[~chosen["0.weight"]].any())
+    assert not bool((spam.posterior.delta()["0.weight"] == 3.0).any())
+    spam.exempt({})
+    assert torch.equal(spam.delta_by_parameter()[model[0].weight], spam.prior.delta()["0.weight"])
+    for wrong in ({"7.weight": chosen["0.weight"]}, {"0.weight": torch.ones(2, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="no parameter under SpaM's prior"):
+            spam.exempt(wrong)

@@ -55,8 +55,11 @@ def test_sparsity_follows_the_schedule_and_what_has_fallen_stays(settings):
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-@pytest.mark.parametrize("settings", METHODS, ids=IDS)
-@pytest.mark.parametrize("epoch", [1, 3])
+OPEN = {"method": "spam", "spam": QUICK, "online": Online(0.8, every=4, end=0.7, returns=True, debias=True)}
+
+
+@pytest.mark.parametrize("settings", [*METHODS, OPEN], ids=[*IDS, "returns"])
+@pytest.mark.parametrize("epoch", [1, 3, 5])
 def test_an_interrupted_run_continues_with_the_same_masks(tmp_path, settings, epoch):
     settings = {"epochs": 6, "online": Online(0.8, every=4, end=0.7), "forward": noisy_forward} | settings
     whole, broken, continued = network(dropout=0.2), network(dropout=0.2), network(dropout=0.2)
@@ -86,6 +89,25 @@ def test_opd_waits_for_the_first_learned_prior():
         network(), batches(), epochs=10, spam=spam, online=Online(0.8, criterion="magnitude", start=0.0, every=1)
     )
     assert by_size[0]["sparsity"] > 0
+
+
+@pytest.mark.parametrize("debias", [False, True])
+def test_debiased_weights_leave_the_learned_prior_at_the_end(debias):
+    pulls = []
+
+    class Spy(shaver.SpaM):
+        def after_step(self, optimizer, strength):
+            pulls.append(torch.cat([d.expand_as(p).flatten() for p, d in self.delta_by_parameter().items()]))
+            super().after_step(optimizer, strength)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shaver.training.learner.SpaM", Spy)
+        online = Online(0.5, end=0.5, debias=debias)
+        history = fit(network(), batches(), epochs=10, spam=QUICK | {"initial_precision": 2.0}, online=online)
+    assert len(pulls) == 60
+    assert not bool((pulls[29] == 2.0).any())
+    assert bool((pulls[-1] == 2.0).all()) == debias
+    assert not any(bool((delta == 2.0).any()) for delta in history.posterior.delta().values())
 
 
 def test_the_target_is_reached_also_where_the_prior_is_never_learned():

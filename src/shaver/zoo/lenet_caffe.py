@@ -31,8 +31,12 @@ class LeNetCaffe(Network):
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``(batch, classes)`` of images ``(batch, 1, 28, 28)``."""
         check_images(x, self.conv1.in_channels, 28)
-        # Channels last halve the time of an epoch on a CPU: pooling is then vectorised.
-        x = F.max_pool2d(self.conv1(x).contiguous(memory_format=torch.channels_last), 2)
+        # Channels last halve the time of an epoch on a CPU: pooling is then vectorised. Only the backward pass of the
+        # first convolution, with its single input channel, is twice as fast with channels first.
+        x = self.conv1(x)
+        if x.requires_grad:
+            x.register_hook(Tensor.contiguous)
+        x = F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2)
         x = F.max_pool2d(self.conv2(x), 2)
         logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
         return logits
