@@ -319,8 +319,8 @@ class SpaM:
     def exempt(self, weights: Mapping[str, Tensor]) -> None:
         """Train these weights under ``initial_precision``, not under the learned δ, until the next call.
 
-        δ is still learned for them, and the posterior has it. Pruning during training uses this to let removed weights
-        return, and to undo at the end the pull of δ on those that remain.
+        δ is still learned for them, and the posterior has it. Pruning during training uses this to undo at the end the
+        pull of δ on the weights that remain.
 
         Args:
             weights: Parameter → True where a weight is exempt. An empty dict ends all exemptions.

@@ -48,26 +48,6 @@ def test_sparsity_follows_the_schedule_and_the_fallen_stay_down(schedule):
     assert pruner.masks.sparsity == pytest.approx(0.9)
 
 
-def test_weights_may_return_until_the_end_and_not_after():
-    model, optimizer, x, y = build()
-    pruner = OnlinePruner(model, optimizer, Online(0.8, schedule="linear", start=0.0, end=0.6, returns=True))
-    removed, returned = {n: torch.zeros_like(z) for n, z in zeros(model).items()}, 0
-    for step in range(1, 6):
-        pruner.update(score(model, "random", seed=step), step / 10)  # scores that change their mind
-        assert pruner.masks.sparsity == pytest.approx(0.8 * step / 6, abs=0.5 / 300)
-        assert all(bool(z[~pruner.masks[n]].all()) for n, z in zeros(model).items())
-        epoch(model, optimizer, x, y)
-        alive = {n: ~z for n, z in zeros(model).items()}
-        returned += sum(int((removed[n] & pruner.masks[n] & alive[n]).sum()) for n in alive)
-        removed = {n: removed[n] | ~pruner.masks[n] for n in removed}
-    assert returned > 10
-    for step in range(6, 9):
-        pruner.update(score(model, "random", seed=step), step / 10)
-        final = dict(pruner.masks) if step == 6 else final
-        epoch(model, optimizer, x, y)
-        assert all(torch.equal(z, ~final[n]) for n, z in zeros(model).items())
-
-
 def test_an_earlier_progress_does_not_bring_weights_back():
     model, optimizer, _, _ = build()
     pruner = OnlinePruner(model, optimizer, Online(0.8, start=0.0))

@@ -64,8 +64,6 @@ class Schedule:
         start: The share of training at which pruning begins. OPD always waits for SpaM's first update of δ.
         end: The share of training at which the final sparsity is reached. The network recovers in the rest.
         every: Steps between updates of the masks. With SpaM there is also one after each update of δ.
-        returns: Removed weights may return until ``end``: they are set to zero at each update of the masks and train
-            in between, with SpaM under its initial precision. False: what is removed stays removed.
         debias: With SpaM: from ``end`` on the remaining weights train under SpaM's initial precision, so that the
             learned δ no longer pulls them to zero.
     """
@@ -80,7 +78,6 @@ class Schedule:
     start: float = 0.1
     end: float = 0.5
     every: int = 50
-    returns: bool = False
     debias: bool = False
 
     def __post_init__(self) -> None:
@@ -194,7 +191,7 @@ class Learner(Protocol):
 
 
 class OnlinePruner:
-    """Prunes a network during training along a schedule. What is removed stays removed, unless ``returns`` is set.
+    """Prunes a network during training along a schedule. What is removed never grows back.
 
     :func:`shaver.fit` calls :meth:`after_step` and :meth:`after_epoch`. In your own loop, call :meth:`update`.
 
@@ -233,15 +230,13 @@ class OnlinePruner:
             )
         self._selector = schedule.selector(model)
         self._hold: Hold | None = None
-        self._masks: Masks | None = None
         self._steps_since = self._seen = 0
         self._reached = False
-        self._is_open = schedule.returns
 
     @property
     def masks(self) -> Masks | None:
         """The current masks; ``None`` before the first update."""
-        return self._masks
+        return self._hold.masks if self._hold is not None else None
 
     def update(self, scores: Mapping[str, Tensor], progress: float) -> Pruned:
         """Prune to the scheduled sparsity at ``progress``; never less than before.
@@ -250,11 +245,11 @@ class OnlinePruner:
             ValueError: Scores or progress are not usable; the current masks are kept.
         """
         requested = self.schedule.sparsity_at(progress)
-        standing = None if self._is_open else self.kept
-        kept = self._selector.select(scores, requested, self.schedule.sparsity, standing)
-        self._is_open = self.schedule.returns and progress < self.schedule.end
+        kept = self._selector.select(scores, requested, self.schedule.sparsity, self.kept)
         self._set(kept)
-        self._exempt(progress >= self.schedule.end)
+        if self.schedule.debias and self._learner is not None and progress >= self.schedule.end:
+            trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+            self._learner.exempt({name: torch.ones_like(p, dtype=torch.bool) for name, p in trained.items()})
         return report(requested, self._selector.masks(kept))
 
     def after_step(self, progress: float) -> None:
@@ -277,16 +272,13 @@ class OnlinePruner:
     def state_dict(self) -> dict[str, Any]:
         """The selection and counters, for a checkpoint."""
         counters = {"steps_since": self._steps_since, "seen": self._seen, "reached": self._reached}
-        return counters | {"is_open": self._is_open, "kept": None if self.kept is None else dict(self.kept)}
+        return counters | {"kept": None if self.kept is None else dict(self.kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, and apply its masks."""
         self._steps_since, self._seen, self._reached = state["steps_since"], state["seen"], state["reached"]
-        self._is_open = state.get("is_open", False)  # absent in states of earlier versions
         if state["kept"] is not None:
-            self.kept, self._masks = state["kept"], self._selector.masks(state["kept"])
-            if not self._is_open:
-                self._set(state["kept"])
+            self._set(state["kept"])
 
     def _updated(self) -> bool:
         """Whether δ was updated since the masks were."""
@@ -303,23 +295,9 @@ class OnlinePruner:
         self._reached = progress >= self.schedule.end
 
     def _set(self, kept: Mapping[str, Tensor]) -> None:
-        """Hold the masks of a selection; as long as weights may return, only set the removed weights to zero once."""
-        self.kept, self._masks = kept, self._selector.masks(kept)
-        if self._is_open:
-            self._masks.apply_(self._model)
-        elif self._hold is None:
-            self._hold = self._masks.hold(self._model, self._optimizer)
+        masks = self._selector.masks(kept)
+        if self._hold is None:
+            self._hold = masks.hold(self._model, self._optimizer)
         else:
-            self._hold.update(self._masks)
-
-    def _exempt(self, is_final: bool) -> None:
-        """Exempt removed weights that may return, or all weights once the masks are final, from the learned δ."""
-        if self._learner is None or self._masks is None:
-            return
-        if self._is_open:
-            self._learner.exempt({name: ~mask for name, mask in self._masks.items()})
-        elif self.schedule.debias and is_final:
-            trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-            self._learner.exempt({name: torch.ones_like(p, dtype=torch.bool) for name, p in trained.items()})
-        elif self.schedule.returns:
-            self._learner.exempt({})
+            self._hold.update(masks)
+        self.kept = kept
