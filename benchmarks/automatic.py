@@ -3,8 +3,8 @@
     python benchmarks/automatic.py                       # docs/results/automatic.csv and the table
     python benchmarks/automatic.py --tasks wine cancer --seeds 5
 
-Every network is trained by SpaM (which learns one prior precision δ per weight) and pruned by each rule. The knee is the
-highest sparsity of the curve of OPD (optimal posterior damage) that loses at most 0.15 points of test accuracy.
+Every network is trained by SpaM (which learns one prior precision δ per weight) and pruned by each rule. The knee is
+the highest sparsity of the curve of OPD (optimal posterior damage) that loses at most 0.15 points of test accuracy.
 
 auto      The library's rule: G ≥ 0.153 nats stays, and a quarter of ½Σγ limits the expected rise of the loss.
 S > 1     Prior and data weigh the same at S = 1; no limit on the rise of the loss.
@@ -84,7 +84,9 @@ def data_of(task: Task, seed: int) -> tuple[InMemory, InMemory]:
     splits = shaver.data.load(task.data, seed=seed if task.data in ("cancer", "digits") else 0)
     if task.samples is None:
         return splits.train, splits.test
-    x, y = splits.train[torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(seed))[: task.samples]]
+    x, y = splits.train[
+        torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(seed))[: task.samples]
+    ]
     return InMemory(x, y), splits.test
 
 
@@ -178,7 +180,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             part = [row for row in mine if row["rule"] == rule]
             cells.append(f"{mean('dense', part) - mean('accuracy', part):.2f} / {mean('sparsity', part):.1f}")
         seeds = len({row["seed"] for row in mine})
-        lines.append(f"| {task} | {seeds} | {mean('dense', mine):.2f} | {mean('knee', mine):.1f} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {task} | {seeds} | {mean('dense', mine):.2f} | {mean('knee', mine):.1f} | " + " | ".join(cells) + " |"
+        )
     return "\n".join(lines)
 
 
