@@ -35,7 +35,7 @@ class LeNetCaffe(Network):
         # first convolution, with its single input channel, is twice as fast with channels first.
         x = self.conv1(x)
         if x.requires_grad:
-            x.register_hook(Tensor.contiguous)
+            x.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         x = F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2)
         x = F.max_pool2d(self.conv2(x), 2)
         logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
