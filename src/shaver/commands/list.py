@@ -4,8 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
+from shaver.commands.options import ListOptions
 from shaver.lab.recipes.catalogue import get_recipe, recipe_names
 from shaver.lab.recipes.grid import expected_seconds
 from shaver.lab.recipes.recipe import SCALES
@@ -13,8 +15,8 @@ from shaver.lab.run.results import read_status, read_study
 from shaver.lab.run.runner import at_work
 
 
-def recipe_table(runs: Path) -> Table:
-    """One line per recipe. Times are for ``cpu`` scale on two cores; the status is that of the last call."""
+def run_list(options: ListOptions, console: Console) -> None:
+    """Print one line per recipe. Times are for ``cpu`` scale on two cores; the status is that of the last call."""
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, title="shaver run NAME", title_justify="left", title_style="bold"
     )
@@ -24,13 +26,13 @@ def recipe_table(runs: Path) -> Table:
     table.add_column("status", overflow="fold")
     for name in recipe_names():
         recipe = get_recipe(name)
-        status = "\n".join(filter(None, (_status(runs / f"{name}-{scale}", scale) for scale in SCALES)))
+        status = "\n".join(filter(None, (_status(options.runs / f"{name}-{scale}", scale) for scale in SCALES)))
         table.add_row(name, recipe.title, recipe.paper, _rough(expected_seconds(recipe)), status or "–")
     table.caption = (
         "time: at cpu scale on two cores, with nothing done before. Recipes share networks, so a second one takes less."
     )
     table.caption_justify = "left"
-    return table
+    console.print(table)
 
 
 def _status(folder: Path, scale: str) -> str:

@@ -1,4 +1,4 @@
-"""The options of all commands. Nothing here imports torch, so that ``--help`` starts at once."""
+"""The options of all commands, with their help texts. Nothing here imports torch, so that ``--help`` starts at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -57,7 +57,12 @@ def _names() -> Any:
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Where the demo writes, and how much it does.
+    """Train, prune and measure two small networks on data that come with the installation.
+
+    Breast cancer (a fully connected network) and 8×8 digits (a small convolutional one) are trained by MAP (ordinary
+    training with weight decay) and by SpaM, pruned by every criterion to eleven sparsities, and measured on test data.
+    Tables appear in the terminal; a page with everything (report.html), results.csv, a figure and the trained networks
+    go into a folder. It takes about a minute on two cores.
 
     Attributes:
         out: Folder for the results. What an earlier call has finished in it is not done again.
@@ -76,7 +81,10 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Which recipe, what to change in it, and where it runs.
+    """Run an experiment of the paper: train its networks, prune them by every criterion, measure, write a table.
+
+    Example: `shaver run lenet-mnist --epochs 5 --seeds 1 --priors parameter unit`. Finished cells are not run again,
+    interrupted ones (Ctrl-C, a crash) continue where they were, and a cell that fails does not stop the others.
 
     Attributes:
         recipe: Its name; `shaver list` shows them all.
@@ -150,7 +158,10 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Which runs to show, where, and as what.
+    """Show the results of runs: tables in the terminal and as files, figures, and one page for any browser.
+
+    Example: `shaver report runs/lenet-mnist-cpu runs/fcn-mnist-cpu --out report`. The page is one file that can
+    be read offline.
 
     Attributes:
         runs: Folders of `shaver run` or `shaver demo`, all of one scale.
@@ -165,7 +176,7 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class ListOptions:
-    """Where runs are.
+    """List the experiments: their place in the paper, run time on two cores, and how much of them is done.
 
     Attributes:
         runs: The folder that holds the run folders.
@@ -223,7 +234,12 @@ class NetworkOptions:
 
 @dataclass(frozen=True)
 class PruneOptions(NetworkOptions):
-    """What to prune, how, how much, and what to measure it on.
+    """Prune a trained network, measure it before and after, and write it back smaller.
+
+    Example: `shaver prune runs/lenet --sparsity 0.95 --data mnist --out small`. The network can come from shaver.fit,
+    from the demo (`shaver prune runs/demo/models/digits-spam-0.safetensors --sparsity auto --data digits`), or from
+    anywhere, as a state dict and a function that builds it (`--factory`). The file given is never changed.
+    A causal language model: `shaver prune MODEL_FOLDER --calibration text.txt --sparsity 0.5 --out sparse`.
 
     Attributes:
         sparsity: The share of weights to remove, such as 0.95; or auto: every weight that the evidence does not need.
@@ -258,7 +274,10 @@ class PruneOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class CompactOptions(NetworkOptions):
-    """What to make smaller, how, how much, and what to measure it on.
+    """Remove whole channels, units and heads of a trained network: a smaller dense network that runs faster.
+
+    Example: `shaver compact runs/lenet --sparsity 0.8 --target flops --data mnist --finetune 5 --out small`. The small
+    network is checked to compute what the masked one does. The file given is never changed.
 
     Attributes:
         sparsity: The share of the target to remove, such as 0.8. Without it, only units that do nothing are removed,
@@ -287,7 +306,7 @@ class CompactOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Which network to write, and as what.
+    """Write a network for other programs: `shaver export small --onnx`.
 
     Attributes:
         folder: The network: a folder that `shaver compact --out` or shaver.save wrote, or whatever shaver prune takes.

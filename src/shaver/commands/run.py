@@ -11,7 +11,7 @@ from shaver.lab.run.engines import Engine, LocalEngine, SlurmEngine
 from shaver.lab.run.runner import Outcome, default_folder, run_study
 
 
-def run_recipe(options: RunOptions, console: Console) -> None:
+def run_run(options: RunOptions, console: Console) -> None:
     """Run a recipe, or show it."""
     recipe = options.chosen()
     if options.show:
