@@ -80,6 +80,15 @@ def check_flags(**given: object) -> None:
             raise TypeError(f"{name} is True or False, not {shown(value)}.")
 
 
+def require(module: str, purpose: str, extra: str) -> Any:
+    """Import an optional package, or raise an ``ImportError`` that says what it is for and how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = {"PIL.Image": "pillow", "sklearn.datasets": "scikit-learn"}.get(module, module.partition(".")[0])
+        raise ImportError(f'{purpose} needs {package}: pip install "shaver[{extra}]".') from error
+
+
 def shown(value: object) -> str:
     """A value as text, short enough for a message."""
     text = repr(value)

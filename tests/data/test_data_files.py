@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from shaver.data import archive, cifar, imdb, load
-from shaver.data.idx import read_idx
+from shaver.data import cifar, formats, imdb, load
+from shaver.data.formats import read_idx
 
 RNG = np.random.default_rng(0)
 TRAIN, TEST = 12, 5
@@ -413,7 +413,7 @@ def test_archives_are_read_with_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(imdb, "_TOTAL", 2**20)
     with pytest.raises(ValueError, match="holds more than 1048576 bytes"):
         imdb.read_archive(reviews_archive(tmp_path, {"aclImdb/README": bomb}))
-    monkeypatch.setattr(archive, "_MEMBERS", 5)
+    monkeypatch.setattr(formats, "_MEMBERS", 5)
     with pytest.raises(ValueError, match="or 5 files, which the real one does not"):
         imdb.read_archive(reviews_archive(tmp_path, {f"aclImdb/{n}": b"" for n in range(3)}))
 

@@ -196,14 +196,6 @@ def test_a_terminal_sees_a_progress_bar(tmp_path, server, monkeypatch):
     assert NAME in terminal.getvalue()
 
 
-def test_pooch_keeps_its_log_level(tmp_path, server):
-    import pooch
-
-    before = pooch.get_logger().level
-    fetch("mnist", NAME, MD5, tmp_path)
-    assert pooch.get_logger().level == before
-
-
 def source() -> locate.Source[bytes]:
     layout = locate.Layout("folder", (NAME,), lambda paths: paths[0].read_bytes())
     return locate.Source("mnist", (layout,), "folder", ((NAME, MD5),))
@@ -260,10 +252,7 @@ def test_a_wrong_file_from_a_mirror_never_becomes_the_data_set(cache, monkeypatc
     assert visible(cache / "mnist") == []
 
 
-@pytest.mark.parametrize("download_it", [True, False])
-def test_without_pooch_there_is_no_cache_and_the_extra_is_named(monkeypatch, download_it):
+def test_the_cache_is_the_users(tmp_path, monkeypatch):
     monkeypatch.delenv(locate.VARIABLE, raising=False)
-    monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(FileNotFoundError, match="without pooch there is no cache") as caught:
-        load("mnist", download=download_it)
-    assert ("pip install 'shaver[data]'" in str(caught.value)) == download_it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert locate.search_path() == [(tmp_path / "shaver", "the user's cache")]

@@ -102,5 +102,5 @@ def test_bad_arguments_are_answered_with_what_would_work(arguments, message):
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"needs scikit-learn; .*pip install 'shaver\[data\]'"):
+    with pytest.raises(ImportError, match=r'needs scikit-learn: pip install "shaver\[data\]"'):
         load("cancer")

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from shaver.data import sources
 from shaver.data.augmentation import FlipCrop
-from shaver.data.extras import require
 from shaver.data.locate import Source
 from shaver.data.memory import InMemory
 from shaver.data.sources import Arrays
-from shaver.naming import check_name
+from shaver.naming import check_name, require
 
 
 @dataclass(frozen=True)
@@ -217,12 +216,12 @@ def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_cancer(root: str | os.PathLike[str] | None, download: bool, seed: int) -> Arrays:
-    features, labels = require("sklearn.datasets", "the breast cancer data").load_breast_cancer(return_X_y=True)
+    features, labels = require("sklearn.datasets", "the data", "data").load_breast_cancer(return_X_y=True)
     return _split(features.astype(np.float32), labels, seed)
 
 
 def _read_digits(root: str | os.PathLike[str] | None, download: bool, seed: int) -> Arrays:
-    pixels, labels = require("sklearn.datasets", "the digits data").load_digits(return_X_y=True)
+    pixels, labels = require("sklearn.datasets", "the data", "data").load_digits(return_X_y=True)
     return _split(pixels.astype(np.uint8).reshape(-1, 1, 8, 8), labels, seed)
 
 

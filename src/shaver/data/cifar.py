@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from shaver.data.archive import read_members
-from shaver.data.extras import require
+from shaver.data.formats import read_members
+from shaver.naming import require
 
 Bytes = NDArray[np.uint8]
 _SIDE, _CHANNELS = 32, 3
@@ -133,7 +133,7 @@ def read_sheets(paths: Sequence[Path]) -> tuple[Bytes, Bytes, Bytes, Bytes]:
 
 
 def _read_sheet(path: Path) -> Bytes:
-    image = require("PIL.Image", f"reading {path.name}")
+    image = require("PIL.Image", f"reading {path.name}", "data")
     try:
         with image.open(path, formats=["WEBP"]) as opened:
             sheet = np.asarray(opened.convert("RGB"))

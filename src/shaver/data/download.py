@@ -1,26 +1,29 @@
 """Downloads from the official mirrors, resumed after an interruption and checked.
 
 A download is written to ``NAME.part`` in the target folder. If the connection breaks, the part is kept, and the next
-attempt (in this call or a later one) continues from there. :mod:`pooch` then compares the checksum and renames the
-file; a file that does not match is deleted.
+attempt (in this call or a later one) continues from there. The complete part is renamed if its checksum is right, and
+deleted otherwise.
 """
 
-import logging
+import hashlib
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-from shaver.data.extras import require
-
-if TYPE_CHECKING:
-    from requests import Response
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 #: Base URLs of each data set's files, most reliable first. The file's name is appended.
 MIRRORS: dict[str, tuple[str, ...]] = {
@@ -40,7 +43,7 @@ MIRRORS: dict[str, tuple[str, ...]] = {
 #: Connections per file and mirror. A further one is tried only if the last one brought some bytes.
 ATTEMPTS = 5
 #: Seconds to wait for a connection and for the next bytes.
-TIMEOUT = (10.0, 60.0)
+TIMEOUT = 60.0
 _CHUNK = 1 << 17
 
 
@@ -53,128 +56,83 @@ def fetch(dataset: str, filename: str, md5: str, folder: Path) -> Path:
 
     Several processes may call this for the same file: one downloads it and the others wait.
     """
-    pooch = require("pooch", "downloading data")
-    errors = require("requests.exceptions", "downloading data")
-    broken = require("urllib3.exceptions", "downloading data")
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{filename}.part"
+    target, part = folder / filename, folder / f"{filename}.part"
     reasons = []
-    with FileLock(folder / f".{filename}.lock"), _quiet(pooch.get_logger()):
-        for base in MIRRORS[dataset]:
-            while True:
-                resumed = part.exists()
+    with FileLock(folder / f".{filename}.lock"):
+        if target.is_file() and _md5(target) == md5:
+            return target
+        for url in (base + filename for base in MIRRORS[dataset]):
+            for resumed in (True, False) if part.exists() else (False,):
                 try:
-                    return Path(
-                        pooch.retrieve(
-                            base + filename,
-                            known_hash=f"md5:{md5}",
-                            fname=filename,
-                            path=folder,
-                            downloader=_Resumable(part),
-                        )
-                    )
-                except (errors.RequestException, broken.HTTPError) as error:
-                    size = part.stat().st_size if part.exists() else 0
+                    _download(url, part)
+                except (OSError, HTTPException) as error:
+                    size = _size(part)
                     kept = f" ({size} bytes are kept, and the next attempt continues there)" if size else ""
-                    reasons.append(f"{base + filename}: {_reason(error)}{kept}")
-                except ValueError:  # pooch: wrong checksum; the part and the file are deleted
-                    if resumed:
-                        continue  # the old part may have been wrong: try again from the start
-                    reasons.append(f"{base + filename}: its MD5 is not {md5}; it was deleted")
-                break
+                    reasons.append(f"{url}: {_reason(error)}{kept}")
+                    break
+                if _md5(part) == md5:
+                    os.replace(part, target)
+                    return target
+                part.unlink()
+                if not resumed:  # else the old part may have been wrong: try again from the start
+                    reasons.append(f"{url}: its MD5 is not {md5}; it was deleted")
     raise DownloadError(f"{filename} could not be downloaded:\n  " + "\n  ".join(reasons))
 
 
-class _Resumable:
-    """A pooch downloader that continues ``part`` and renames it when it is complete."""
-
-    def __init__(self, part: Path) -> None:
-        self.part = part
-
-    def __call__(self, url: str, output_file: str, pooch: object = None, check_only: bool = False) -> None:
-        errors = require("requests.exceptions", "downloading data")
-        broken = require("urllib3.exceptions", "downloading data")
-        with _progress() as progress:
-            task = progress.add_task(url.rpartition("/")[2], total=None)
-            for attempt in range(1, ATTEMPTS + 1):
-                before = self._size()
-                try:
-                    self._continue(url, progress, task)
-                    break
-                except (errors.ConnectionError, errors.Timeout, broken.HTTPError):
-                    if self._size() <= before or attempt == ATTEMPTS:
-                        raise
-        os.replace(self.part, output_file)
-
-    def _size(self) -> int:
-        return self.part.stat().st_size if self.part.exists() else 0
-
-    def _continue(self, url: str, progress: Progress, task: Any) -> None:
-        """Fetch the missing bytes of the part. Raises if the connection ends before the file is complete."""
-        requests = require("requests", "downloading data")
-        # "identity" keeps a .gz file compressed, so that ranges and sizes are those of the file.
-        headers = {"Accept-Encoding": "identity"}
-        start = self._size()
-        if start:
-            headers["Range"] = f"bytes={start}-"
-        with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
-            if start and response.status_code == requests.codes.requested_range_not_satisfiable:
-                if response.headers.get("Content-Range") == f"bytes */{start}":
-                    return  # the part was complete already
-                self.part.unlink()  # it is longer than the file, so it belongs to another file
-                return self._continue(url, progress, task)
-            response.raise_for_status()
-            if not _continues(response, start):
-                start = 0  # the server ignores ranges and sends everything
-            length = response.headers.get("Content-Length")
-            total = start + int(length) if length is not None else None
-            progress.update(task, total=total, completed=start)
-            with open(self.part, "ab") as file:
-                file.truncate(start)
-                for block in _blocks(response):
-                    file.write(block)
-                    progress.advance(task, len(block))
-            if total is not None and self._size() < total:
-                raise requests.exceptions.ConnectionError(f"the connection broke at {self._size()} of {total} bytes")
+def _download(url: str, part: Path) -> None:
+    """Complete the part, over several connections if need be; with a progress bar on a terminal."""
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(url.rpartition("/")[2], total=None)
+        for attempt in range(1, ATTEMPTS + 1):
+            before = _size(part)
+            try:
+                return _continue(url, part, bar, task)
+            except (OSError, HTTPException):
+                if _size(part) <= before or attempt == ATTEMPTS:
+                    raise
 
 
-def _continues(response: "Response", start: int) -> bool:
-    return response.status_code == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
-
-
-def _blocks(response: "Response") -> Iterator[bytes]:
-    raw: BinaryIO = response.raw
-    while block := raw.read(_CHUNK):  # iter_content would decompress files that some servers mark as compressed
-        yield block
-
-
-def _progress() -> Progress:
-    """A progress bar, shown only on a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Silence pooch's own messages, which the progress bar replaces."""
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+def _continue(url: str, part: Path, bar: Progress, task: TaskID) -> None:
+    """Fetch the missing bytes of the part. Raises if the connection ends before the file is complete."""
+    start = _size(part)
+    headers = {"User-Agent": "shaver"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        yield
-    finally:
-        logger.setLevel(level)
+        response = urlopen(Request(url, headers=headers), timeout=TIMEOUT)
+    except HTTPError as error:
+        if not start or error.code != 416:
+            raise
+        if error.headers.get("Content-Range") == f"bytes */{start}":
+            return None  # the part was complete already
+        part.unlink()  # it is longer than the file, so it belongs to another file
+        return _continue(url, part, bar, task)
+    with response, open(part, "ab") as file:
+        if response.status != 206 or not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            start = 0  # the server ignores ranges and sends everything
+        length = response.headers.get("Content-Length")
+        total = start + int(length) if length is not None else None
+        bar.update(task, total=total, completed=start)
+        file.truncate(start)
+        while block := response.read(_CHUNK):
+            file.write(block)
+            bar.advance(task, len(block))
+    if total is not None and _size(part) < total:
+        raise ConnectionError(f"the connection broke at {_size(part)} of {total} bytes")
+
+
+def _size(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
+
+
+def _md5(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause: it says "Connection refused" where the outer errors describe a connection pool."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return str(error) or type(error).__name__
+    """The cause of an error: "404 Not Found" or "Connection refused" instead of "urlopen error"."""
+    if isinstance(error, HTTPError):
+        return f"{error.code} {error.reason}"
+    return str(getattr(error, "reason", error)) or type(error).__name__

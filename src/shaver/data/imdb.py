@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shaver.data.archive import read_members
-from shaver.data.extras import require
+from shaver.data.formats import read_members
+from shaver.naming import require
 
 #: Reviews and their labels, 0 negative and 1 positive.
 Reviews = tuple[list[str], list[int]]
@@ -39,8 +39,8 @@ def read_parquet(paths: Sequence[Path]) -> tuple[Reviews, Reviews]:
 
 
 def _read_table(path: Path) -> Reviews:
-    parquet = require("pyarrow.parquet", f"reading {path.name}")
-    arrow = require("pyarrow", f"reading {path.name}")
+    parquet = require("pyarrow.parquet", f"reading {path.name}", "data")
+    arrow = require("pyarrow", f"reading {path.name}", "data")
     try:
         table = parquet.read_table(path)
         if "review_id" in table.column_names:

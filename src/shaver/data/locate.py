@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from shaver.data import download as downloads
-from shaver.data.extras import require
 
 #: The environment variable that names the folder of data sets.
 VARIABLE = "SHAVER_DATA"
@@ -68,16 +67,13 @@ class Source(Generic[Content]):
         found = self._read_from(folders)
         if found is not None:
             return found
-        failure: OSError | ImportError | None = None
+        failure: OSError | None = None
         if download:
             target = _cache() if root is None else Path(root).expanduser()
             try:
-                if target is None:
-                    require("pooch", "downloading data")
-                    raise AssertionError("unreachable: without a cache folder pooch is missing")
                 for filename, md5 in self.remote:
                     downloads.fetch(self.name, filename, md5, target / self.folder)
-            except (OSError, ImportError) as error:
+            except OSError as error:
                 failure = error
             else:
                 found = self._read_from([(target, "")])
@@ -106,7 +102,7 @@ class Source(Generic[Content]):
                 f"the data set {self.name!r} was not found. Searched for one of",
                 *wanted,
                 "in",
-                *(searched or ["  no folder: SHAVER_DATA is not set, and without pooch there is no cache folder"]),
+                *searched,
                 f"{failure}" if failure is not None else "It was not downloaded, because download=False.",
                 f"What to do: put {names} (from {downloads.MIRRORS[self.name][0]}) into the subfolder {self.folder} of "
                 f"one of these folders; or set {VARIABLE} or pass root= to a folder that has them; or load it once "
@@ -119,13 +115,10 @@ def search_path(root: str | os.PathLike[str] | None = None) -> list[tuple[Path, 
     """The folders to search, each with the reason: only ``root`` if given, else SHAVER_DATA and the cache."""
     if root is not None:
         return [(Path(root).expanduser(), "given as root")]
-    variable, cache = os.environ.get(VARIABLE), _cache()
+    variable = os.environ.get(VARIABLE)
     folders = [(Path(variable).expanduser(), f"from {VARIABLE}")] if variable else []
-    return folders + ([(cache, "the user's cache")] if cache is not None else [])
+    return [*folders, (_cache(), "the user's cache")]
 
 
-def _cache() -> Path | None:
-    try:
-        return Path(require("pooch", "the cache folder").os_cache("shaver"))
-    except ImportError:
-        return None
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shaver"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shaver.data import cifar, imdb
-from shaver.data.idx import read_idx
+from shaver.data.formats import read_idx
 from shaver.data.locate import Layout, Source
 
 #: Train inputs, train labels, test inputs, test labels.

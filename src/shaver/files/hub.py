@@ -14,6 +14,7 @@ from shaver.batches import check_network
 from shaver.files.card import Card
 from shaver.files.network import Factory, StoredNetwork, construction, removed_from, tied
 from shaver.io import check_folder, digest, load_tensors, read_json, save_tensors, write_json
+from shaver.naming import require
 
 FORMAT, VERSION = "shaver.hub", 1
 CONFIG, WEIGHTS, PLAN = "config.json", "model.safetensors", "shaver.json"
@@ -103,8 +104,4 @@ def pull(name: str, factory: Factory | None = None, *, revision: str | None = No
 
 
 def _hub() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ImportError('the hub needs huggingface_hub: pip install "shaver[transformers]".') from error
-    return huggingface_hub
+    return require("huggingface_hub", "the hub", "transformers")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shaver.data.extras import require
 from shaver.io import load_tensors
+from shaver.naming import require
 
 #: Characters that are read and tokenised at a time.
 _CHUNK = 2**20
@@ -76,8 +76,8 @@ def _text(path: Path) -> Iterator[str]:
 
 
 def _column(path: Path, column: str) -> Iterator[str]:
-    parquet = require("pyarrow.parquet", f"reading {path.name}")
-    arrow = require("pyarrow", f"reading {path.name}")
+    parquet = require("pyarrow.parquet", f"reading {path.name}", "data")
+    arrow = require("pyarrow", f"reading {path.name}", "data")
     try:
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names

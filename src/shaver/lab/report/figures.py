@@ -12,6 +12,7 @@ from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, Var
 from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, Metric, in_order
 from shaver.lab.report.tables import percent
 from shaver.lab.report.times import scoring_times, training_times
+from shaver.naming import require
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -235,10 +236,7 @@ def changes_cost(curve: Curve, key: str) -> bool:
 @contextmanager
 def drawing() -> Iterator[Any]:
     """Matplotlib's pyplot in the house style, without a window."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError('figures need matplotlib: pip install "shaver[report]".') from error
+    matplotlib = require("matplotlib", "drawing figures", "report")
     matplotlib.use("Agg", force=False)
     import matplotlib.pyplot as plt
 

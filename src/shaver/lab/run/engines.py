@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from shaver.lab.run.cell import LOG, run_cell
 from shaver.lab.run.results import read_status
+from shaver.naming import require
 
 _QUEUED = 100
 
@@ -137,10 +138,7 @@ class SlurmEngine:
         slots: int | None = None,
         cluster: str = "slurm",
     ) -> None:
-        try:
-            import submitit
-        except ImportError as error:
-            raise ImportError('--engine slurm needs submitit: pip install "shaver[slurm]".') from error
+        submitit = require("submitit", "--engine slurm", "slurm")
         self.slots = _QUEUED if slots is None else slots
         try:
             self._executor = submitit.AutoExecutor(folder=str(folder), cluster=cluster)

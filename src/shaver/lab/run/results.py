@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shaver.io import atomic_path, read_json, write_text
+from shaver.naming import require
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -120,10 +121,7 @@ def collect(folder: Path) -> int:
 
 def read_table(folder: Path) -> "DataFrame":
     """The ``results.csv`` of a run folder, with typed columns: missing numbers are NaN, missing names empty."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError('the table of results needs pandas: pip install "shaver[report]".') from error
+    pandas = require("pandas", "the table of results", "report")
     if not (folder / CSV).is_file():
         raise ValueError(f"{folder} has no results yet: no cell is done. `shaver run` with the same recipe continues.")
     try:
