@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import shaver
 from shaver import zoo
-from shaver.io import load_state
-from shaver.lab.run.results import CELLS, ROWS, read_rows, write_rows
+from shaver.io import load_state, write_csv
+from shaver.lab.run.results import CELLS, ROWS, read_rows
 
 Row = dict[str, Any]
 NETWORKS = {
@@ -221,7 +221,7 @@ def main() -> None:
         rows.values(),
         key=lambda r: (r["task"], methods.index(r["method"]), round(float(r["compression"])), int(r["seed"])),
     )
-    write_rows(given.out / "record.csv", [{name: row[name] for name in FIELDS} for row in ordered])
+    write_csv(given.out / "record.csv", [{name: row[name] for name in FIELDS} for row in ordered])
     print(table(ordered))
     draw_errors(ordered, given.out / "record.svg")
     ours = [pair for pair in found if (pair[0]["task"], pair[0]["method"]) == ("lenet-300-100", "spam")]

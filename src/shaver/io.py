@@ -4,13 +4,15 @@ A file appears under its name only when it is complete: it is written to a tempo
 the disk, and renamed.
 """
 
+import csv
 import errno
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,15 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a UTF-8 file atomically."""
     write_bytes(path, text.encode())
+
+
+def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows as CSV with one header line, atomically. The columns are those of all rows."""
+    text = StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def write_json(path: str | os.PathLike[str], value: object) -> None:

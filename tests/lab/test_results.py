@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from shaver.io import write_csv
 from shaver.lab import load_runs
-from shaver.lab.run.results import COLUMNS, collect, write_rows
+from shaver.lab.run.results import COLUMNS, collect
 
 ROW = {"network": "fcn", "data": "cancer", "method": "map", "prior": "", "structure": "", "source": "", "seed": 0,
        "stage": "posthoc", "criterion": "opd", "sparsity": 0.9, "achieved": 0.9, "accuracy": 1 / 3, "nll": 0.1,
@@ -19,7 +20,7 @@ def make_run(folder, states=("done",), recipe="tiny"):
     for seed, (key, state) in enumerate(zip(cells, states, strict=True)):
         place = folder / "cells" / key
         place.mkdir(parents=True)
-        write_rows(place / "rows.csv", [{**ROW, "seed": seed}])
+        write_csv(place / "rows.csv", [{**ROW, "seed": seed}])
         (place / "status.json").write_text(json.dumps({"state": state}))
     (folder / "study.json").write_text(json.dumps({"recipe": {"name": recipe, "scale": "cpu"}, "cells": cells}))
     return folder

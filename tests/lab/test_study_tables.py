@@ -9,12 +9,12 @@ import pandas
 import pytest
 from rich.console import Console
 
+from shaver.io import write_csv
 from shaver.lab.report import frame as frames
 from shaver.lab.report.formats import comma_separated, latex, markdown, terminal
 from shaver.lab.report.frame import Estimate
 from shaver.lab.report.names import METRICS, in_order
 from shaver.lab.report.tables import kept, quality_table, scoring_table, size_table, summary_table, training_table
-from shaver.lab.run.results import write_rows
 
 ACCURACY, NLL = METRICS[:2]
 
@@ -253,6 +253,6 @@ def test_speed_is_measured_where_units_are_removed_and_one_where_weights_are_mas
 
 
 def test_rows_with_different_columns_share_one_header(tmp_path):
-    write_rows(tmp_path / "rows.csv", [{"a": 1}, {"a": 2, "b": 0.1}])
+    write_csv(tmp_path / "rows.csv", [{"a": 1}, {"a": 2, "b": 0.1}])
     with open(tmp_path / "rows.csv") as file:
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "0.1"}]

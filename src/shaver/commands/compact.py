@@ -18,7 +18,8 @@ from shaver.commands.subject import (
 )
 from shaver.measure import summary
 from shaver.measure.example import resize
-from shaver.structure import ChoiceOptions, CompactReport, compact_with_report, find_groups
+from shaver.naming import check_count
+from shaver.structure import CompactReport, compact_with_report, find_groups
 from shaver.training import fit
 
 
@@ -65,8 +66,8 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
 def _prepare(options: CompactOptions) -> Subject:
     """Check what is asked for, then read the network and the data."""
     criterion_of(options)
-    # Its checks, before any work.
-    ChoiceOptions(options.target, options.spread, "mean", options.round_to, options.min_units)
+    check_count("round_to", options.round_to)
+    check_count("min_units", options.min_units)
     if options.data is None and not options.input_shape:
         raise ValueError(
             "compact follows an input through the network: give --input-shape, such as 1 28 28, "

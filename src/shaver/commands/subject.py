@@ -38,42 +38,25 @@ _NO_DATA = "give --data NAME ({}), or --data package.module:function for your ow
 
 @dataclass(frozen=True)
 class Data:
-    """What the network is scored with and measured on, each part in batches.
+    """What the network is scored with and measured on, each part in batches."""
 
-    Attributes:
-        title: Of the test data, for tables.
-        train: Training data.
-        valid: Validation data, if there are any.
-        test: Test data.
-        parts: What the parts were read from, with ``.train``.
-    """
-
-    title: str
-    train: Source
-    valid: Source | None
-    test: Source
-    parts: Any
+    title: str  # of the test data, for tables
+    train: Source  # training data
+    valid: Source | None  # validation data, if there are any
+    test: Source  # test data
+    parts: Any  # what the parts were read from, with .train
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained network and what it is scored with and measured on.
+    """A trained network and what it is scored with and measured on."""
 
-    Attributes:
-        options: What the user asked for.
-        criterion: By which units or weights are ranked.
-        trained: The network, and what is known of its training.
-        likelihood: What its outputs mean.
-        data: Its data, if they were given.
-        example: An input, if there are data or its shape was given.
-    """
-
-    options: NetworkOptions
-    criterion: str
-    trained: TrainedNetwork
-    likelihood: Likelihood
-    data: Data | None
-    example: Example | None
+    options: NetworkOptions  # what the user asked for
+    criterion: str  # by which units or weights are ranked
+    trained: TrainedNetwork  # the network, and what is known of its training
+    likelihood: Likelihood  # what its outputs mean
+    data: Data | None  # its data, if they were given
+    example: Example | None  # an input, if there are data or its shape was given
 
     @property
     def model(self) -> nn.Module:

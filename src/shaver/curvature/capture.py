@@ -24,24 +24,16 @@ FUNCTIONAL = "F.linear:"
 
 @dataclass
 class Call:
-    """One call of one layer.
+    """One call of one layer."""
 
-    Attributes:
-        name: The module's name in the model, or :data:`FUNCTIONAL` and the weight's name.
-        module: The module, or a :class:`LinearCall`.
-        inputs: Its first tensor argument, detached.
-        edge: Where the gradient of its output arrives, in any shape. It is an edge and not the tensor, because an
-            in-place activation that overwrites the output does not change the edge.
-        shape: The output's shape.
-        parameter: For a raw parameter with one copy per sample: its own name in the module. The edge is that of the
-            copies.
-    """
-
-    name: str
-    module: Any
-    inputs: Tensor
+    name: str  # the module's name in the model, or FUNCTIONAL and the weight's name
+    module: Any  # the module, or a LinearCall
+    inputs: Tensor  # its first tensor argument, detached
+    # Where the gradient of its output arrives, in any shape. It is an edge and not the tensor, because an in-place
+    # activation that overwrites the output does not change the edge.
     edge: GradientEdge
-    shape: torch.Size
+    shape: torch.Size  # the output's shape
+    # For a raw parameter with one copy per sample: its own name in the module. The edge is that of the copies.
     parameter: str | None = None
 
     @property
@@ -60,19 +52,13 @@ class LinearCall:
 
 @dataclass(frozen=True)
 class Copies:
-    """A raw parameter of a module that can have one copy per sample, because it is broadcast over the samples.
+    """A raw parameter of a module that can have one copy per sample, because it is broadcast over the samples."""
 
-    Attributes:
-        name: The module's name in the model.
-        module: The module.
-        own: The parameter's name in it.
-        ones: Number of dimensions of size one between the samples and the parameter's own dimensions; −1 if its first
-            dimension already stands for the samples, as in a class token ``(1, 1, D)``.
-    """
-
-    name: str
+    name: str  # the module's name in the model
     module: nn.Module
-    own: str
+    own: str  # the parameter's name in it
+    # number of dimensions of size one between the samples and the parameter's own dimensions; −1 if its first
+    # dimension already stands for the samples, as in a class token (1, 1, D)
     ones: int
 
     def expand(self, parameter: Tensor, count: int) -> Tensor:
@@ -88,14 +74,10 @@ class Spread:
     """A module whose input has no samples, such as position embeddings: all samples share its output.
 
     The output is expanded to a view with one copy per sample, so that each copy receives its sample's gradient.
-
-    Attributes:
-        ndim: Number of dimensions of the shared input. Calls with another input are recorded normally.
-        ones: 0 if the input's first dimension, of size one, stands for the samples; 1 if there is no such dimension.
     """
 
-    ndim: int
-    ones: int
+    ndim: int  # Number of dimensions of the shared input. Calls with another input are recorded normally.
+    ones: int  # 0 if the input's first dimension, of size one, stands for the samples; 1 if there is no such dimension
 
     def fits(self, inputs: Tensor) -> bool:
         """Whether the input of this call has no samples."""
@@ -108,18 +90,13 @@ class Spread:
 
 @dataclass
 class Recording:
-    """What to record of a forward pass.
+    """What to record of a forward pass."""
 
-    Attributes:
-        modules: Layers, by their name in the model.
-        linears: Weights whose use in ``F.linear`` outside a layer is recorded, by parameter name.
-        copies: Raw parameters that get one copy per sample.
-        spread: How the modules whose input has no samples get one copy per sample.
-    """
-
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)  # layers, by their name in the model
+    # weights whose use in F.linear outside a layer is recorded, by parameter name
     linears: Mapping[str, Tensor] = field(default_factory=dict)
-    copies: Sequence[Copies] = ()
+    copies: Sequence[Copies] = ()  # raw parameters that get one copy per sample
+    # how the modules whose input has no samples get one copy per sample
     spread: Mapping[str, Spread] = field(default_factory=dict)
 
     @contextmanager
@@ -292,13 +269,10 @@ class Functional:
 
 @dataclass(frozen=True)
 class Samples:
-    """Which entries of a batch have one row per sample: those of the batch's length, except ``shared`` ones.
+    """Which entries of a batch have one row per sample: those of the batch's length, except ``shared`` ones."""
 
-    Attributes:
-        shared: Positions of entries that all samples share although they have the batch's length, such as a T × T mask
-            in a batch of T samples.
-    """
-
+    # positions of entries that all samples share although they have the batch's length, such as a T × T mask in a
+    # batch of T samples
     shared: frozenset[int] = frozenset()
 
     def take(self, batch: Any, index: slice | Tensor) -> Any:

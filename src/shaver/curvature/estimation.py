@@ -78,17 +78,12 @@ def estimate(
     check_name("source", source, SOURCES)
     check_name("sharing", sharing, ("expand", "reduce"))
     check_functions(forward=forward, targets=targets)
+    budget = MEMORY_BUDGET if memory_budget is None else check_count("memory_budget", memory_budget)
+    check_count("samples", samples)
+    generator = torch.Generator().manual_seed(check_count("seed", seed, 0))
+    chosen, reduce = get_likelihood(likelihood), sharing == "reduce"
     work = _Estimation(
-        model,
-        get_likelihood(likelihood),
-        structure,
-        source,
-        forward,
-        targets,
-        check_count("samples", samples),
-        check_count("seed", seed, 0),
-        sharing,
-        MEMORY_BUDGET if memory_budget is None else check_count("memory_budget", memory_budget),
+        model, chosen, structure, source, forward, targets or targets_of, samples, generator, reduce, budget
     )
     share = _share(batches, fraction, max_samples)
     with undisturbed(model), uncompiled():
@@ -97,29 +92,24 @@ def estimate(
     return work.finish(share)
 
 
+@dataclass
 class _Estimation:
     """The running sums of one estimate."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood,
-        structure: str,
-        source: str,
-        forward: Forward | None,
-        targets: Targets | None,
-        samples: int,
-        seed: int,
-        sharing: str,
-        memory_budget: int,
-    ) -> None:
-        self.model, self.likelihood, self.structure, self.source = model, likelihood, structure, source
-        self.forward, self.targets = forward, targets or targets_of
-        self.samples, self.reduce = samples, sharing == "reduce"
-        self.budget = memory_budget
-        self.wanted = trainable_parameters(model)
-        self.function = Functional(model, forward)
-        self.generator = torch.Generator().manual_seed(seed)
+    model: nn.Module
+    likelihood: Likelihood
+    structure: str
+    source: str
+    forward: Forward | None
+    targets: Targets
+    samples: int
+    generator: torch.Generator
+    reduce: bool
+    budget: int
+
+    def __post_init__(self) -> None:
+        self.wanted = trainable_parameters(self.model)
+        self.function = Functional(self.model, self.forward)
         self.offset = float(torch.rand((), generator=self.generator))
         self.plan: Plan | None = None
         self.planned_for = 0

@@ -32,20 +32,14 @@ STREAMED = 2**26
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute per-sample gradients of a weight without patches.
+    """A way to compute per-sample gradients of a weight without patches."""
 
-    Attributes:
-        gradients: A function from a slice of samples and their output gradients ``(n, K·O, T)`` to the gradients. The
-            samples are the second dimension of the result, so that sums over samples need no copy.
-        weights: A function from such a sum over samples to ``(K·O, *shape[1:])``.
-        numbers: Number of elements in a tile per sample and output gradient.
-        up_to: The largest K·O for which this is the fastest way.
-    """
-
+    # A function from a slice of samples and their output gradients (n, K·O, T) to the gradients. The samples
+    # are the second dimension of the result, so that sums over samples need no copy.
     gradients: Callable[[slice, Tensor], Tensor]
-    weights: Callable[[Tensor], Tensor]
-    numbers: int
-    up_to: float = math.inf
+    weights: Callable[[Tensor], Tensor]  # A function from such a sum over samples to (K·O, *shape[1:])
+    numbers: int  # number of elements in a tile per sample and output gradient
+    up_to: float = math.inf  # the largest K·O for which this is the fastest way
 
 
 def tiles(batch: int, width: int, numbers: int, beside: int = 0) -> Iterator[slice]:

@@ -18,23 +18,15 @@ from shaver.likelihoods import Classification, Likelihood
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        source: ``"ef"`` or ``"mc"``.
-        likelihood: The likelihood of the outputs.
-        reads_scale: Whether the scale of the loss is read from its gradient at the outputs.
-        generator: For the labels that MC samples.
-        add: ``add(parameter name, sum of squares)``, in units of the negative log likelihood.
-        always: Whether zeros are added too, because other ranks wait for them.
-    """
-
-    source: str
-    likelihood: Likelihood
-    reads_scale: bool
-    generator: torch.Generator
+    source: str  # "ef" or "mc"
+    likelihood: Likelihood  # the likelihood of the outputs
+    reads_scale: bool  # whether the scale of the loss is read from its gradient at the outputs
+    generator: torch.Generator  # for the labels that MC samples
+    # add(parameter name, sum of squares), in units of the negative log likelihood
     add: Callable[[str, Tensor], None]
-    always: bool = False
+    always: bool = False  # whether zeros are added too, because other ranks wait for them
 
 
 class Measurement:

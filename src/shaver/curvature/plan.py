@@ -22,18 +22,12 @@ LAYOUTS = ("first", "second", "folded", "folded last")
 
 @dataclass
 class Layer:
-    """A layer and the rule for some of its parameters.
+    """A layer and the rule for some of its parameters."""
 
-    Attributes:
-        label: The rule's name.
-        rule: The rule.
-        layout: One of :data:`LAYOUTS`.
-        parameters: The parameter's own name in the layer → its name in the model.
-    """
-
-    label: str
+    label: str  # the rule's name
     rule: Rule
-    layout: str
+    layout: str  # one of LAYOUTS
+    # the parameter's own name in the layer → its name in the model
     parameters: dict[str, str] = field(default_factory=dict)
 
     def fits(self, shape: torch.Size, count: int) -> bool:
@@ -47,33 +41,22 @@ class Layer:
 
 @dataclass
 class Plan:
-    """How the curvature of each trainable parameter is computed.
+    """How the curvature of each trainable parameter is computed."""
 
-    Attributes:
-        layers: Layers by their name in the model (or that of an ``F.linear`` call).
-        copies: Raw parameters with one copy per sample, by parameter name.
-        generic: Parameters that get the generic rule, with the reason.
-        idle: Parameters without a gradient in the probe; each batch checks them again.
-        recording: What to record of a pass.
-        samples: Which entries of a batch have one row per sample.
-        routed: Whether the data may decide which rows a layer receives; if so, each batch is checked.
-        alters_inputs: Whether the network changes its input in place.
-        vectorised: Whether the generic rule tries vmap; switched off where vmap fails.
-        outputs: Number of values per sample in the recorded outputs, which a backward pass keeps in memory.
-        patches: The largest number of values per sample that any layer's inputs unfold to.
-    """
-
+    # layers by their name in the model (or that of an F.linear call)
     layers: dict[str, Layer] = field(default_factory=dict)
+    # raw parameters with one copy per sample, by parameter name
     copies: dict[str, Copies] = field(default_factory=dict)
-    generic: dict[str, str] = field(default_factory=dict)
+    generic: dict[str, str] = field(default_factory=dict)  # parameters that get the generic rule, with the reason
+    # parameters without a gradient in the probe; each batch checks them again
     idle: list[str] = field(default_factory=list)
-    recording: Recording = field(default_factory=Recording)
-    samples: Samples = field(default_factory=Samples)
-    routed: bool = False
-    alters_inputs: bool = False
-    vectorised: bool = True
-    outputs: int = 0
-    patches: int = 0
+    recording: Recording = field(default_factory=Recording)  # what to record of a pass
+    samples: Samples = field(default_factory=Samples)  # which entries of a batch have one row per sample
+    routed: bool = False  # whether the data may decide which rows a layer receives; if so, each batch is checked
+    alters_inputs: bool = False  # whether the network changes its input in place
+    vectorised: bool = True  # whether the generic rule tries vmap; switched off where vmap fails
+    outputs: int = 0  # number of values per sample in the recorded outputs, which a backward pass keeps in memory
+    patches: int = 0  # the largest number of values per sample that any layer's inputs unfold to
 
     def uses(
         self, calls: Sequence[Call], grads: Sequence[Tensor | None], count: int, without: Collection[str] = ()

@@ -31,13 +31,9 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 @dataclass
 class Reference:
-    """Autograd's gradients of one parameter, of sums of the samples with different factors.
+    """Autograd's gradients of one parameter, of sums of the samples with different factors."""
 
-    Attributes:
-        sums: (factor of each sample, gradient) for one or two sums.
-    """
-
-    sums: list[tuple[Sequence[float], Tensor]]
+    sums: list[tuple[Sequence[float], Tensor]]  # (factor of each sample, gradient) for one or two sums
 
     @property
     def shape(self) -> torch.Size:
@@ -59,17 +55,6 @@ class Reference:
             if not _rms(total.sub_(gradient)) <= tolerance(gradient) * (_rms(gradient) + negligible(gradient) * floor):
                 return None
         return sizes
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """A rule's per-sample gradients equal autograd's.
-
-    Attributes:
-        tells: Whether the gradients can tell a right copy per sample from a wrong one: two samples at least have some.
-    """
-
-    tells: bool
 
 
 class Probe:
@@ -168,13 +153,16 @@ class Probe:
                 raise ValueError("the outputs change")
         return calls, torch.autograd.grad(outputs, [c.edge for c in calls], self.direction, allow_unused=True)
 
-    def agreement(self, use: Use, reference: Reference) -> Agreement | None:
-        """Compare a use's per-sample gradients with autograd's; None if they differ."""
+    def agreement(self, use: Use, reference: Reference) -> bool | None:
+        """Compare a use's per-sample gradients with autograd's: None if they differ.
+
+        Otherwise, whether they can tell a right copy per sample from a wrong one: two samples at least have some.
+        """
         sizes = reference.sizes(use, self._floor)
         if sizes is None:
             return None
         least = negligible(reference.sums[0][1]) * self._floor
-        return Agreement(tells=sum(size > least for size in sizes) >= min(2, self.count))
+        return sum(size > least for size in sizes) >= min(2, self.count)
 
     def holds_on_random_inputs(self, module: nn.Module, rule: Callable[..., Mapping[str, Use]], inputs: Tensor) -> bool:
         """Whether a rule also holds for normal random inputs: the batch may, for example, have no negative ones."""

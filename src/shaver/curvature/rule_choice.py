@@ -18,7 +18,7 @@ from shaver.batches import Forward
 from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Recording, Spread
 from shaver.curvature.kernels import kernel_shape
 from shaver.curvature.plan import LAYOUTS, Layer, Plan, arranged
-from shaver.curvature.probe import Agreement, Probe, Reference
+from shaver.curvature.probe import Probe, Reference
 from shaver.curvature.rules import Candidate, candidates_for, linear
 from shaver.curvature.uses import Dense, Use, merge
 
@@ -28,19 +28,12 @@ _COMBINATIONS = 256
 
 @dataclass(frozen=True)
 class Part:
-    """One layer that uses a parameter, with its rule and layout.
+    """One layer that uses a parameter, with its rule and layout."""
 
-    Attributes:
-        layer: The layer's name in the model.
-        own: The parameter's own name in the layer.
-        candidate: The rule.
-        layout: One of :data:`~shaver.curvature.plan.LAYOUTS`.
-    """
-
-    layer: str
-    own: str
+    layer: str  # the layer's name in the model
+    own: str  # the parameter's own name in the layer
     candidate: Candidate
-    layout: str
+    layout: str  # one of shaver.curvature.plan.LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -120,8 +113,8 @@ class _Chooser:
         ]
         for parts in itertools.islice(itertools.product(*options), _COMBINATIONS):
             uses = [(part, call, grad) for part in parts for call, grad in self.probe.passed[part.layer]]
-            if agreement := self._agreement(name, uses, reference):
-                return Choice(agreement.tells, parts)
+            if (tells := self._agreement(name, uses, reference)) is not None:
+                return Choice(tells, parts)
         return None
 
     def layer_without_samples(self, name: str, reference: Reference) -> Choice | None:
@@ -139,8 +132,8 @@ class _Chooser:
             for candidate in self.candidates[layer]:
                 part = Part(layer, own, candidate, "first")
                 uses = [(part, call, grad) for call, grad in passed]
-                if uses and (agreement := self._agreement(name, uses, reference)):
-                    return Choice(agreement.tells, (part,), spread=spread)
+                if uses and (tells := self._agreement(name, uses, reference)) is not None:
+                    return Choice(tells, (part,), spread=spread)
         return None
 
     def copied_parameter(self, name: str, reference: Reference) -> Choice | None:
@@ -159,8 +152,7 @@ class _Chooser:
             passed = self._attempt(Recording(copies=[copies]))
             if len(passed) == 1:
                 use = Dense(passed[0][1].reshape(1, self.probe.count, *reference.shape))
-                agreement = self.probe.agreement(use, reference)
-                if agreement is not None and agreement.tells:
+                if self.probe.agreement(use, reference):
                     return Choice(True, copies=copies)
         return None
 
@@ -179,7 +171,7 @@ class _Chooser:
             return []
         return [(call, grad.unsqueeze(0)) for call, grad in zip(calls, grads, strict=True) if grad is not None]
 
-    def _agreement(self, name: str, uses: list[tuple[Part, Call, Tensor]], reference: Reference) -> Agreement | None:
+    def _agreement(self, name: str, uses: list[tuple[Part, Call, Tensor]], reference: Reference) -> bool | None:
         """Compare the sum of the uses, each by its rule, with autograd's gradient. A rule may raise any error."""
         found: list[Use] = []
         reason = "differs from autograd"
@@ -187,8 +179,8 @@ class _Chooser:
             for part, call, grad in uses:
                 inputs, grads = arranged(call, grad, part.layout, self.probe.count)
                 found.append(part.candidate.rule(call.module, inputs, grads)[part.own])
-            if agreement := self.probe.agreement(merge(found), reference):
-                return agreement
+            if (tells := self.probe.agreement(merge(found), reference)) is not None:
+                return tells
         except Exception as error:
             reason = f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         part = uses[min(len(found), len(uses) - 1)][0]

@@ -47,17 +47,12 @@ def register_rule(*types: type[nn.Module], name: str | None = None) -> Callable[
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rule that may fit a module.
+    """A rule that may fit a module."""
 
-    Attributes:
-        label: The rule's name.
-        rule: The rule.
-        is_guess: Whether the rule was chosen by the module's name or parameters, not by its type. Such a rule must
-            also hold on random inputs: a few samples may not show everything that the module does.
-    """
-
-    label: str
+    label: str  # the rule's name
     rule: Rule
+    # Whether the rule was chosen by the module's name or parameters, not by its type. Such a rule must also hold
+    # on random inputs: a few samples may not show everything that the module does.
     is_guess: bool = False
 
 

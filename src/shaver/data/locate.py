@@ -16,16 +16,11 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True)
 class Layout(Generic[Content]):
-    """One way in which a data set is stored on the disk.
+    """One way in which a data set is stored on the disk."""
 
-    Attributes:
-        folder: Its folder, relative to the data folder.
-        files: File names that must all exist in it; ``x.gz`` may also be ``x``.
-        read: A function from the paths of ``files`` to their content; raises ``ValueError`` for damaged files.
-    """
-
-    folder: str
-    files: tuple[str, ...]
+    folder: str  # its folder, relative to the data folder
+    files: tuple[str, ...]  # file names that must all exist in it; x.gz may also be x
+    # A function from the paths of files to their content; raises ValueError for damaged files
     read: Callable[[Sequence[Path]], Content]
 
     def find(self, root: Path) -> list[Path] | None:

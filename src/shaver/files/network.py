@@ -22,25 +22,15 @@ _Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class StoredNetwork:
-    """The contents of a file or folder.
+    """The contents of a file or folder."""
 
-    Attributes:
-        source: The file or folder, for error messages.
-        weights: Every tensor of the state dict; a tied tensor under each of its names.
-        network: Name and options of the network, for :func:`shaver.zoo.rebuild`.
-        removed: The record of what was removed from the network that its constructor builds.
-        posterior: The file of the posterior, if SpaM trained the network.
-        config: The settings of the run that trained it.
-        likelihood: The state of its likelihood.
-    """
-
-    source: Path
-    weights: Mapping[str, Tensor]
-    network: Mapping[str, Any] | None = None
-    removed: RemovalRecord | None = None
-    posterior: Path | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    likelihood: Mapping[str, Any] | None = None
+    source: Path  # the file or folder, for error messages
+    weights: Mapping[str, Tensor]  # every tensor of the state dict; a tied tensor under each of its names
+    network: Mapping[str, Any] | None = None  # name and options of the network, for shaver.zoo.rebuild
+    removed: RemovalRecord | None = None  # the record of what was removed from the network that its constructor builds
+    posterior: Path | None = None  # the file of the posterior, if SpaM trained the network
+    config: Mapping[str, Any] = field(default_factory=dict)  # the settings of the run that trained it
+    likelihood: Mapping[str, Any] | None = None  # the state of its likelihood
 
     def rebuild(self, factory: Factory | None = None) -> nn.Module:
         """Build the network and fill it with the stored weights.

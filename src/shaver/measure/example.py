@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from shaver.batches import LABELS
 
@@ -32,12 +33,8 @@ def resize(example: Example, samples: int) -> Example:
             return value
         return value[torch.arange(samples, device=value.device) % size]
 
-    if isinstance(example, Tensor):
-        resized: Tensor = one(example)
-        return resized
-    if isinstance(example, Mapping):
-        return {key: one(value) for key, value in example.items()}
-    return tuple(one(value) for value in example)
+    resized: Example = tree_map(one, dict(example) if isinstance(example, Mapping) else example)
+    return resized
 
 
 def call(model: nn.Module, example: Example) -> Any:

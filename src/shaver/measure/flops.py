@@ -130,10 +130,6 @@ def _addmm(is_weight: _IsWeight, _: object, bias: Tensor, a: Tensor, b: Tensor, 
     return _product(is_weight, a, b)
 
 
-def _dot(is_weight: _IsWeight, _: object, a: Tensor, b: Tensor) -> _Count:
-    return _product(is_weight, a.unsqueeze(0), b)
-
-
 def _convolution(
     is_weight: _IsWeight,
     result: Tensor,
@@ -174,7 +170,7 @@ _RULES: dict[Any, Callable[..., _Count]] = {
     aten.mm: _mm,
     aten.bmm: _mm,
     aten.mv: _mm,
-    aten.dot: _dot,
+    aten.dot: lambda is_weight, _, a, b: _product(is_weight, a.unsqueeze(0), b),
     aten.addmm: _addmm,
     aten.addmv: _addmm,
     aten.baddbmm: _addmm,

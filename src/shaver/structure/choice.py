@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shaver.measure.example import Example
-from shaver.naming import check_name
+from shaver.naming import check_count, check_name
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity
 from shaver.structure.costs import TARGETS, Costs
 from shaver.structure.groups import Group, Groups, Kept, check_groups
@@ -75,6 +75,7 @@ class ChoiceOptions:
         min_units: Each group keeps at least this many units, or all it has.
     """
 
+    _: KW_ONLY
     target: str = "units"
     spread: str = "uniform"
     normalise: str | None = None
@@ -87,10 +88,8 @@ class ChoiceOptions:
             object.__setattr__(self, "normalise", "price" if self.target in _PRICED else "mean")
         check_name("spread", self.spread, SPREADS)
         check_name("normalisation", str(self.normalise), NORMALISATIONS)
-        for name in ("round_to", "min_units"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number from 1, not {value!r}.")
+        check_count("round_to", self.round_to)
+        check_count("min_units", self.min_units)
         if self.normalise == "price" and self.target not in _PRICED:
             raise ValueError(f'normalise="price" goes with target="parameters" or "flops", not {self.target!r}.')
 

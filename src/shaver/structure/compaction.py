@@ -163,7 +163,7 @@ def compact_with_report(
         batches = calibration if criterion == DAMAGE and batches is None else batches
     if normalise is None and criterion == "synflow":
         normalise = "none"
-    options = ChoiceOptions(target, spread, normalise, round_to, min_units)
+    options = ChoiceOptions(target=target, spread=spread, normalise=normalise, round_to=round_to, min_units=min_units)
     check_values(model, "compact")
     example = copied(check_example(example, forward))
     groups = find_groups(model, example, forward=forward) if groups is None else check_groups(groups, model)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shaver.structure.groups import Groups, remaining, tensors_of
-from shaver.structure.record import RemovalRecord, resize, under_all_names
+from shaver.structure.groups import Groups
+from shaver.structure.record import record_of, resize
 from shaver.structure.transformers_models import is_pretrained, opens, skeleton
 
 #: Group → a label that it shares with the groups that must keep as many units.
@@ -63,12 +63,9 @@ def _expresses(model: nn.Module, groups: Groups, names: Sequence[str]) -> bool:
     small = skeleton(model)
     if small is None:
         return False
-    tensors = tensors_of(small)
-    sizes = {name: tensor.shape for name, tensor in tensors.items()}
     kept = {name: torch.arange(groups[name].units) < (groups[name].units + 1) // 2 for name in names}
-    selection = under_all_names(tensors, remaining(groups, kept, sizes))
     try:
-        resize(small, RemovalRecord({name: sizes[name] for name in selection}, selection))
+        resize(small, record_of(small, groups, kept))
     except ValueError:
         return False
     return opens(small)

@@ -1,6 +1,7 @@
 """The cost of a network without some units: its parameters, FLOPs or latency as a function of the widths."""
 
 import copy
+import math
 
 import torch
 from torch import nn
@@ -8,8 +9,8 @@ from torch import nn
 from shaver.measure import flops, latency
 from shaver.measure.example import Example, samples_of
 from shaver.naming import check_name
-from shaver.structure.groups import Groups, Kept, remaining, tensors_of
-from shaver.structure.record import RemovalRecord, resize, under_all_names
+from shaver.structure.groups import Groups, Kept
+from shaver.structure.record import record_of, resize
 
 #: What a sparsity can be a share of.
 TARGETS = ("units", "parameters", "flops", "latency")
@@ -54,7 +55,10 @@ class Costs:
             return parameters_left(self._model, self._groups, kept)
         assert self._example is not None
         try:
-            network = _smaller(self._model, self._groups, kept) if kept else self._model
+            network = self._model
+            if kept:  # a copy of these widths: it costs what the compact network costs, but computes something else
+                network = copy.deepcopy(network)
+                resize(network, record_of(network, self._groups, kept))
             if self.target == "flops":
                 return flops(network, self._example).dense
             samples = samples_of(self._example)
@@ -67,28 +71,11 @@ class Costs:
             ) from error
 
 
-def _smaller(model: nn.Module, groups: Groups, kept: Kept) -> nn.Module:
-    """A copy at the smaller widths: it costs what the compact network costs, but computes something else."""
-    network = copy.deepcopy(model)
-    tensors = tensors_of(network)
-    sizes = {name: tensor.shape for name, tensor in tensors.items()}
-    selection = under_all_names(tensors, remaining(groups, kept, sizes))
-    resize(network, RemovalRecord({name: sizes[name] for name in selection}, selection))
-    return network
-
-
 def parameters_left(model: nn.Module, groups: Groups, kept: Kept) -> int:
     """Number of parameters of the compact network; a parameter shared by several layers counts once."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    sizes = {name: tensor.shape for name, tensor in [*parameters.items(), *model.named_buffers()]}
-    staying = remaining(groups, kept, sizes)
-    left: dict[int, int] = {}
-    for name, parameter in parameters.items():
-        shape = list(parameter.shape)
-        for dim, positions in staying.get(name, {}).items():
-            shape[dim] = len(positions)
-        size = torch.Size(shape).numel()
-        left[id(parameter)] = min(
-            size, left.get(id(parameter), size)
-        )  # groups may contain only one name of a tied weight
-    return sum(left.values())
+    staying = record_of(model, groups, kept).kept
+    total = 0
+    for name, parameter in model.named_parameters():
+        left = staying.get(name, {})
+        total += math.prod(len(left[dim]) if dim in left else size for dim, size in enumerate(parameter.shape))
+    return total

@@ -17,7 +17,7 @@ from shaver.structure.search import find_groups
 
 
 @dataclass(frozen=True, eq=False)
-class Gradual(Schedule):
+class Gradual(Schedule, ChoiceOptions):
     """Remove units while training, a few at a time.
 
     Example:
@@ -27,16 +27,12 @@ class Gradual(Schedule):
 
     Removed units are masked and stay masked; :func:`shaver.compact` then makes the network smaller. Under SpaM the
     prior is ``"unit"`` unless ``fit(…, spam={"prior": …})`` asks for another: one precision per input and output unit
-    of a layer lets the evidence switch off whole units, which is what is going to be removed.
+    of a layer lets the evidence switch off whole units, which is what is going to be removed. How units are chosen is
+    set as in :class:`ChoiceOptions`; a target of latency is not possible.
 
     Attributes:
         example: An input, to find the groups and to count FLOPs.
         groups: What may be removed, in place of the groups found with the example.
-        target: What ``sparsity`` is a share of: ``"units"``, ``"parameters"`` or ``"flops"``.
-        spread: ``"uniform"`` or ``"global"``.
-        normalise: Under ``"global"``; see :class:`ChoiceOptions`, as for the next two.
-        round_to: Widths become multiples of this.
-        min_units: Each group keeps at least this many.
     """
 
     spam_defaults: ClassVar[Mapping[str, str]] = {"prior": "unit"}
@@ -47,30 +43,19 @@ class Gradual(Schedule):
     _: KW_ONLY
     start: float = 0.2
     end: float = 0.7
-    target: str = "units"
-    spread: str = "uniform"
-    normalise: str | None = None
-    round_to: int = 1
-    min_units: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        how = self._how()
-        if how.target == "latency":
+        Schedule.__post_init__(self)
+        ChoiceOptions.__post_init__(self)
+        if self.target == "latency":
             raise ValueError('target="latency" would be measured anew at each cut; use "flops" while training.')
-        if self.example is None and (self.groups is None or how.target == "flops"):
+        if self.example is None and (self.groups is None or self.target == "flops"):
             raise ValueError("Gradual needs example=… (an input), to find the groups and to count FLOPs.")
 
     def selector(self, model: nn.Module) -> "UnitSelector":
         """Chooses whole units."""
-        groups = self.groups
-        if groups is None:
-            assert self.example is not None
-            groups = find_groups(model, self.example)
-        return UnitSelector(model, groups, self._how(), self.example)
-
-    def _how(self) -> ChoiceOptions:
-        return ChoiceOptions(self.target, self.spread, self.normalise, self.round_to, self.min_units)
+        groups = find_groups(model, self.example) if self.groups is None else self.groups
+        return UnitSelector(model, groups, self, self.example)
 
 
 class UnitSelector:

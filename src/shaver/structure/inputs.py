@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from shaver.batches import LABELS, Forward
 from shaver.curvature.capture import undisturbed
@@ -201,5 +201,4 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def copied(batch: Any) -> Any:
     """Copies of the tensors, so that a network that works in place does not change the user's."""
-    leaves, form = tree_flatten(batch)
-    return tree_unflatten([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)

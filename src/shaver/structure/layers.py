@@ -33,33 +33,21 @@ class ComputedWeight(LookupError):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of a model as a function from input channels to output channels.
+    """A layer of a model as a function from input channels to output channels."""
 
-    Attributes:
-        name: Qualified name of the module.
-        module: The module.
-        sort: ``"dense"``: every output depends on every input. ``"grouped"``: a convolution with groups (depthwise
-            included), whose channels stay within their group. ``"norm"``: a norm or PReLU with parameters or
-            statistics per channel.
-        makes: Dimensions that lie along the output channels.
-        reads: Dimensions that lie along the input channels (dense layers).
-        input_dim: The channel dimension of the input.
-        output_dim: The channel dimension of the output.
-        width: Number of output channels.
-        groups: Number of groups of a grouped convolution.
-        convolution: Whether the channels are those of a feature map.
-    """
-
-    name: str
+    name: str  # qualified name of the module
     module: nn.Module
+    # "dense": every output depends on every input. "grouped": a convolution with groups (depthwise
+    # included), whose channels stay within their group. "norm": a norm or PReLU with parameters or statistics
+    # per channel.
     sort: Sort
-    makes: tuple[Axis, ...]
-    reads: tuple[Axis, ...] = ()
-    input_dim: int = -1
-    output_dim: int = -1
-    width: int = 0
-    groups: int = 1
-    convolution: bool = False
+    makes: tuple[Axis, ...]  # dimensions that lie along the output channels
+    reads: tuple[Axis, ...] = ()  # dimensions that lie along the input channels (dense layers)
+    input_dim: int = -1  # the channel dimension of the input
+    output_dim: int = -1  # the channel dimension of the output
+    width: int = 0  # number of output channels
+    groups: int = 1  # number of groups of a grouped convolution
+    convolution: bool = False  # whether the channels are those of a feature map
 
 
 def layer_of(name: str, module: nn.Module, names: dict[int, str]) -> Layer | None:

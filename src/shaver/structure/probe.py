@@ -34,38 +34,26 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class Change:
-    """A change of some channels of a layer's output, or of some positions of a tensor of the model.
+    """A change of some channels of a layer's output, or of some positions of a tensor of the model."""
 
-    Attributes:
-        where: The layer, or the dimension of a parameter or buffer.
-        mask: Which channels or positions.
-        how: ``"spoil"`` makes a third of the values NaN, which passes all arithmetic, and moves the others far up and
-            down, which passes code that compares and selects. ``"prick"`` makes the third NaN and leaves the others,
-            ``"sway"`` only moves values, ``"zero"`` sets them to zero.
-    """
-
-    where: Layer | Axis
-    mask: Tensor
+    where: Layer | Axis  # the layer, or the dimension of a parameter or buffer
+    mask: Tensor  # which channels or positions
+    # "spoil" makes a third of the values NaN, which passes all arithmetic, and moves the others far up and
+    # down, which passes code that compares and selects. "prick" makes the third NaN and leaves the others,
+    # "sway" only moves values, "zero" sets them to zero.
     how: How
 
 
 @dataclass
 class Pass:
-    """What one forward pass showed.
+    """What one forward pass showed."""
 
-    Attributes:
-        reached: For every node (position of a dimension), whether a value there differs from the reference.
-        output: Whether the model's output differs.
-        seen: What each layer received, per call, as a reference for another pass.
-        outputs: The model's output.
-        failed: Whether the model did not run with the changes; then everything counts as reached.
-    """
-
-    reached: Tensor
-    output: bool = False
+    reached: Tensor  # for every node (position of a dimension), whether a value there differs from the reference
+    output: bool = False  # whether the model's output differs
+    # what each layer received, per call, as a reference for another pass
     seen: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-    outputs: list[Tensor] = field(default_factory=list)
-    failed: bool = False
+    outputs: list[Tensor] = field(default_factory=list)  # the model's output
+    failed: bool = False  # whether the model did not run with the changes; then everything counts as reached
 
 
 class Probe:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.selection import Selection, take
 from shaver.structure.adapters import refit_adapters
-from shaver.structure.groups import tensors_of
+from shaver.structure.groups import Groups, Kept, remaining, tensors_of
 from shaver.structure.surgery import adjust
 from shaver.structure.transformers_models import refit_config
 
@@ -87,6 +87,14 @@ class RemovalRecord:
                 if not 0 <= dim < len(shapes[name]) or not len(positions) or int(positions[-1]) >= shapes[name][dim]:
                     raise ValueError(f"the record of what was removed is damaged at {name!r}, dimension {dim}.")
         return cls(shapes, kept, biases)
+
+
+def record_of(model: nn.Module, groups: Groups, kept: Kept) -> RemovalRecord:
+    """The record of a removal that keeps these units."""
+    tensors = tensors_of(model)
+    sizes = {name: tensor.shape for name, tensor in tensors.items()}
+    selection = under_all_names(tensors, remaining(groups, kept, sizes))
+    return RemovalRecord({name: sizes[name] for name in selection}, selection)
 
 
 def removal_record(model: nn.Module) -> RemovalRecord | None:

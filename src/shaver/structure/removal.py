@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,9 @@ from shaver.measure.example import Example, call
 from shaver.pruning.masks import Hold
 from shaver.selection import take
 from shaver.structure.folded_bias import folded_biases, readers_of, recording
-from shaver.structure.groups import Groups, Kept, check_groups, mask_units, remaining, tensors_of
+from shaver.structure.groups import Groups, Kept, check_groups, mask_units, tensors_of
 from shaver.structure.inputs import VariedInputs, check_example, copied
-from shaver.structure.record import RemovalRecord, output_dim, resize, under_all_names
+from shaver.structure.record import RemovalRecord, output_dim, record_of, resize
 from shaver.structure.training_state import TrainingState
 
 if TYPE_CHECKING:
@@ -199,14 +199,12 @@ class _Trial:
         with undisturbed(copy), torch.no_grad(), recording(readers):
             expected = [_outputs(self.forward(copy, batch)) for batch in inputs]
         biases = folded_biases(readers, TOLERANCES.get(dtype, 1e-2))
-        tensors = tensors_of(copy)
-        selection = under_all_names(tensors, remaining(self.groups, kept, {n: t.shape for n, t in tensors.items()}))
-        new = tuple(name for name in biases if name not in tensors)
-        record = RemovalRecord({name: tensors[name].shape for name in selection}, selection, new)
+        new = tuple(name for name in biases if name not in tensors_of(copy))
+        record = replace(record_of(copy, self.groups, kept), biases=new)
         resize(copy, record)
         for name, values in biases.items():
             owner = name.rpartition(".")[0]
-            rows = selection.get(f"{owner}.weight".removeprefix("."), {}).get(output_dim(copy.get_submodule(owner)))
+            rows = record.kept.get(f"{owner}.weight".removeprefix("."), {}).get(output_dim(copy.get_submodule(owner)))
             with torch.no_grad():
                 copy.get_parameter(name).copy_(take(values, None if rows is None else {0: rows}))
         with undisturbed(copy), torch.no_grad():

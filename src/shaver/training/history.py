@@ -1,14 +1,12 @@
 """The history of a training: one row per epoch, written to a file, to TensorBoard or to a user's logger."""
 
-import csv
-import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shaver.io import write_text
+from shaver.io import write_csv
 
 if TYPE_CHECKING:
     from shaver.evidence import Posterior
@@ -59,12 +57,7 @@ class History(list[dict[str, Any]]):
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as a table with one header line, atomically."""
-        columns = list(dict.fromkeys(name for row in self for name in row))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self)
-        write_text(path, text.getvalue())
+        write_csv(path, self)
 
 
 class _Curves:

@@ -23,29 +23,20 @@ _SEARCH = 5 / 3
 
 @dataclass(frozen=True)
 class Training:
-    """Everything a trained network depends on but the code; plain values.
+    """Everything a trained network depends on but the code; plain values."""
 
-    Attributes:
-        network: Name and options for :func:`shaver.lab.recipes.language.build_network`.
-        data: Name, seed of the split, augmentation and number of samples; for texts as
-            :func:`shaver.lab.recipes.language.load_reviews` takes them.
-        fit: Options of :func:`shaver.fit`; for L1, a coefficient of ``None`` is searched for. ``online`` holds options
-            of :class:`shaver.pruning.Online`.
-        labels: Method, prior, structure, source and seed, as they stand in the results.
-        temperature: Of the likelihood.
-        source: Of a curvature estimate after training.
-        online: Sparsity to reach while training, or ``None``.
-        curves: Whether the test data are measured after each epoch.
-    """
-
-    network: dict[str, Any]
+    network: dict[str, Any]  # name and options for build_network
+    # name, seed of the split, augmentation and number of samples; for texts as
+    # load_reviews takes them
     data: dict[str, Any]
+    # Options of shaver.fit; for L1, a coefficient of None is searched for. online holds options
+    # of shaver.pruning.Online.
     fit: dict[str, Any]
-    labels: dict[str, Any]
-    temperature: float
-    source: str
-    online: float | None
-    curves: bool
+    labels: dict[str, Any]  # method, prior, structure, source and seed, as they stand in the results
+    temperature: float  # of the likelihood
+    source: str  # of a curvature estimate after training
+    online: float | None  # sparsity to reach while training, or None
+    curves: bool  # whether the test data are measured after each epoch
 
     @property
     def key(self) -> str:
@@ -55,17 +46,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Cell:
-    """One trained network and one way to prune it: what one process does.
+    """One trained network and one way to prune it: what one process does."""
 
-    Attributes:
-        task: Name of the task, for people.
-        training: The network.
-        stage: The pruning.
-    """
-
-    task: str
+    task: str  # name of the task, for people
     training: Training
-    stage: Stage
+    stage: Stage  # the pruning
 
     @property
     def key(self) -> str:

@@ -42,13 +42,10 @@ _FILES = {_WORD_PIECES: ("vocab.txt",), _BYTE_PAIRS: ("encoder.json", "vocab.bpe
 
 @dataclass(frozen=True)
 class Reviews(Splits):
-    """Reviews as token numbers.
+    """Reviews as token numbers."""
 
-    Attributes:
-        scored: How many of the training reviews are seen by criteria that need data, and by curvature estimates after
-            training.
-    """
-
+    # how many of the training reviews are seen by criteria that need data, and by curvature estimates after
+    # training
     scored: int = 512
 
 

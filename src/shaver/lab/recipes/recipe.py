@@ -25,21 +25,15 @@ CRITERIA = ("opd", "obd", "magnitude", "snip", "grasp", "synflow", "wanda", "ran
 
 @dataclass(frozen=True)
 class Stage:
-    """One way to prune a trained network, and where.
+    """One way to prune a trained network, and where."""
 
-    Attributes:
-        name: ``"posthoc"`` (after training, nothing else), ``"finetuned"`` (then trained further with fixed masks),
-            ``"online"`` (while training, one training for each sparsity), ``"structured"`` (whole units, compacted),
-            ``"two-steps"`` (MAP networks, by the posterior of two SpaM steps after training).
-        criteria: Which criteria; online pruning has its own (OPD with SpaM, else magnitude).
-        sparsities: Shares to remove.
-        epochs: Of fine-tuning, at the task's learning rate divided by 10.
-    """
-
+    # "posthoc" (after training, nothing else), "finetuned" (then trained further with fixed masks),
+    # "online" (while training, one training for each sparsity), "structured" (whole units, compacted),
+    # "two-steps" (MAP networks, by the posterior of two SpaM steps after training)
     name: str = "posthoc"
-    criteria: tuple[str, ...] = CRITERIA
-    sparsities: tuple[float, ...] = SPARSITIES
-    epochs: int = 0
+    criteria: tuple[str, ...] = CRITERIA  # which criteria; online pruning has its own (OPD with SpaM, else magnitude)
+    sparsities: tuple[float, ...] = SPARSITIES  # shares to remove
+    epochs: int = 0  # of fine-tuning, at the task's learning rate divided by 10
 
     def __post_init__(self) -> None:
         check_name("stage", self.name, STAGES)
@@ -55,60 +49,37 @@ class Stage:
 
 @dataclass(frozen=True)
 class Task:
-    """A network on its data, and how it is trained at one scale.
+    """A network on its data, and how it is trained at one scale."""
 
-    Attributes:
-        name: Such as ``"lenet-mnist"``.
-        title: For people.
-        scale: ``"cpu"`` or ``"paper"``.
-        note: What is smaller than in the paper; empty at ``paper`` scale.
-        network: Name and options for :func:`shaver.lab.recipes.language.build_network`.
-        data: Name for :func:`shaver.data.load`.
-        samples: Number of training samples, drawn once; ``None`` is all.
-        augment: Shift and mirror training images.
-        epochs: Passes over the training data.
-        batch_size: Samples per step.
-        optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``.
-        lr: Its learning rate.
-        clip: Largest norm of a gradient; ``None`` is no limit.
-        temperature: T; the paper's "Temp. 5" counts the data five times, which is T = 0.2.
-        source: Of curvature estimates between epochs, and of the one that gives MAP networks their OPD scores.
-        burn_in: Epochs before the first estimate, where it is made between epochs.
-        frequency: Epochs between two of them.
-        epoch_seconds: Seconds per MAP epoch on one core, for the estimates of ``shaver list``; 0 if unknown.
-        pass_seconds: Seconds per pass over the test data.
-        length: Tokens per text; ``None`` for data other than texts.
-        test_samples: Number of test texts, drawn once; ``None`` is all.
-        scored: Number of training texts for SNIP, GraSP and a curvature estimate after training.
-        spam: Further options of SpaM, for trainings much shorter or longer than those its defaults are made for.
-        own: Settings of the recipe that are different for this task: ``methods``, ``priors``, ``seeds``, ``stages``.
-        online: Further options of :class:`shaver.pruning.Online`, for pruning while training.
-    """
-
-    name: str
+    name: str  # such as "lenet-mnist"
     title: str
-    scale: str
-    note: str
+    scale: str  # "cpu" or "paper"
+    note: str  # what is smaller than in the paper; empty at paper scale
+    # name and options for build_network
     network: dict[str, Any] = field(hash=False)
-    data: str
-    epochs: int
-    batch_size: int = 128
-    optimizer: str = "sgd"
-    lr: float = 0.05
-    clip: float | None = None
-    samples: int | None = None
-    augment: bool = False
-    temperature: float = 1.0
+    data: str  # name for shaver.data.load
+    epochs: int  # passes over the training data
+    batch_size: int = 128  # samples per step
+    optimizer: str = "sgd"  # "sgd", "adam" or "adamw"
+    lr: float = 0.05  # its learning rate
+    clip: float | None = None  # largest norm of a gradient; None is no limit
+    samples: int | None = None  # number of training samples, drawn once; None is all
+    augment: bool = False  # shift and mirror training images
+    temperature: float = 1.0  # T; the paper's "Temp. 5" counts the data five times, which is T = 0.2.
+    # of curvature estimates between epochs, and of the one that gives MAP networks their OPD scores
     source: str = "ggn"
-    burn_in: int = 0
-    frequency: int = 1
-    epoch_seconds: float = 0.0
-    pass_seconds: float = 0.0
-    length: int | None = None
-    test_samples: int | None = None
-    scored: int = 512
+    burn_in: int = 0  # epochs before the first estimate, where it is made between epochs
+    frequency: int = 1  # epochs between two of them
+    epoch_seconds: float = 0.0  # seconds per MAP epoch on one core, for the estimates of shaver list; 0 if unknown
+    pass_seconds: float = 0.0  # seconds per pass over the test data
+    length: int | None = None  # tokens per text; None for data other than texts
+    test_samples: int | None = None  # number of test texts, drawn once; None is all
+    scored: int = 512  # number of training texts for SNIP, GraSP and a curvature estimate after training
+    # further options of SpaM, for trainings much shorter or longer than those its defaults are made for
     spam: dict[str, Any] = field(default_factory=dict, hash=False)
+    # settings of the recipe that are different for this task: methods, priors, seeds, stages
     own: dict[str, Any] = field(default_factory=dict, hash=False)
+    # further options of shaver.pruning.Online, for pruning while training
     online: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

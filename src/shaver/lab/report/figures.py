@@ -109,8 +109,7 @@ def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
     for axis in axes:
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel(METRICS[0].title)
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    _below(plt, list(handles.values()), list(handles))
+    _legend_of(plt, axes)
 
 
 def quality(plt: Any, experiment: Experiment) -> None:
@@ -145,8 +144,7 @@ def priors(plt: Any, experiment: Experiment) -> None:
         _sparsity_axis(axis, [c for c in experiment.curves if c.criterion == name])
         axis.set_title(f"{experiment.title}, {CRITERION_NAMES.get(name, name)}")
     axes[0].set_ylabel(METRICS[0].title)
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    _below(plt, list(handles.values()), list(handles))
+    _legend_of(plt, axes)
 
 
 def stages(plt: Any, experiment: Experiment) -> None:
@@ -195,8 +193,7 @@ def training(plt: Any, curves: Mapping[Variant, Mapping[str, Sequence[tuple[floa
                 axis.plot(*zip(*found[key], strict=True), label=variant.label(list(curves)), **style)
         axis.set_title(QUANTITIES[key])
         axis.set_xlabel("epoch")
-    handles = {label: h for axis in axes for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    _below(plt, list(handles.values()), list(handles), title)
+    _legend_of(plt, axes, title)
 
 
 def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
@@ -357,6 +354,11 @@ def _legend(plt: Any, curves: Sequence[Curve], title: str = "", *, points: bool 
             Line2D([], [], color=_colour(criterion), label=CRITERION_NAMES.get(criterion, criterion), **look)
         )
     _below(plt, handles, [str(handle.get_label()) for handle in handles], title)
+
+
+def _legend_of(plt: Any, axes: Sequence[Any], title: str = "") -> None:
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    _below(plt, list(handles.values()), list(handles), title)
 
 
 def _below(plt: Any, handles: Sequence[Any], labels: Sequence[str], title: str = "") -> None:

@@ -131,20 +131,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One task (a network on its data) under one recipe, with everything measured for it.
+    """One task (a network on its data) under one recipe, with everything measured for it."""
 
-    Attributes:
-        recipe: The recipe's name.
-        task: The task's name.
-        title: For people.
-        frame: Its rows.
-        failures: Variants of which some networks did not learn. Those networks are in no mean, unless none learned.
-    """
-
-    recipe: str
-    task: str
+    recipe: str  # the recipe's name
+    task: str  # the task's name
     title: str
     frame: "DataFrame" = field(repr=False, compare=False)
+    # Variants of which some networks did not learn. Those networks are in no mean, unless none learned.
     failures: Mapping[Variant, Failure] = field(repr=False)
     _means: Mapping[tuple[Variant, str, str], Mapping[float, Mapping[str, Estimate]]] = field(repr=False)
     dense: Mapping[Variant, Mapping[str, Estimate]] = field(repr=False)

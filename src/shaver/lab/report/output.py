@@ -27,19 +27,12 @@ _FILES = {"markdown": (".md", markdown), "csv": (".csv", comma_separated), "late
 
 @dataclass(frozen=True)
 class Study:
-    """One or more run folders, read.
+    """One or more run folders, read."""
 
-    Attributes:
-        experiments: What was measured.
-        histories: Training curves.
-        sources: The folders.
-        scale: The one scale of all of them.
-    """
-
-    experiments: Sequence[Experiment]
-    histories: "DataFrame"
-    sources: Sequence[Source]
-    scale: str
+    experiments: Sequence[Experiment]  # what was measured
+    histories: "DataFrame"  # training curves
+    sources: Sequence[Source]  # the folders
+    scale: str  # the one scale of all of them
 
 
 def read_runs(folders: Sequence[Path]) -> Study:

@@ -10,25 +10,15 @@ from shaver.lab.report.times import duration, numbers_of, scoring_seconds
 
 @dataclass(frozen=True)
 class Entry:
-    """A number in a table.
+    """A number in a table."""
 
-    Attributes:
-        text: As it is printed.
-        short: The same for a narrow terminal.
-        error: The standard error as it is printed; empty for a single seed.
-        value: The number itself, for programs; ``None`` in an empty cell.
-        spread: The standard error itself.
-        best: Nothing in its column prints better.
-        leads: The best training for its criterion, where there are several.
-    """
-
-    text: str
-    short: str = ""
-    error: str = ""
-    value: float | None = None
-    spread: float | None = None
-    best: bool = False
-    leads: bool = False
+    text: str  # as it is printed
+    short: str = ""  # the same for a narrow terminal
+    error: str = ""  # the standard error as it is printed; empty for a single seed
+    value: float | None = None  # the number itself, for programs; None in an empty cell
+    spread: float | None = None  # the standard error itself
+    best: bool = False  # nothing in its column prints better
+    leads: bool = False  # the best training for its criterion, where there are several
 
 
 EMPTY = Entry("–", "–")
@@ -46,24 +36,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table."""
 
-    Attributes:
-        name: For file names.
-        title: Says what the numbers are.
-        note: How to read them.
-        heads: Titles of the label columns; lines that share the first label belong together.
-        columns: Titles of the entries.
-        over: What the columns have in common, such as “sparsity, %”; empty if nothing.
-        lines: The lines.
-    """
-
-    name: str
-    title: str
-    note: str
-    heads: tuple[str, ...]
-    columns: tuple[str, ...]
-    over: str
+    name: str  # for file names
+    title: str  # says what the numbers are
+    note: str  # how to read them
+    heads: tuple[str, ...]  # titles of the label columns; lines that share the first label belong together
+    columns: tuple[str, ...]  # titles of the entries
+    over: str  # what the columns have in common, such as “sparsity, %”; empty if nothing
     lines: tuple[Line, ...]
 
 
@@ -96,11 +76,8 @@ def quality_table(experiment: Experiment, metric: Metric) -> Table | None:
     table = Table(
         name=f"{experiment.slug}-{metric.key}",
         title=f"{experiment.title}: {metric.title}",
-        note=" ".join(
-            [
-                _averaged(sorted({e.count for curve in curves for e in curve.values(metric.key).values()})),
-                *failure_notes(experiment),
-            ]
+        note=_note(
+            _averaged(sorted({e.count for curve in curves for e in curve.values(metric.key).values()})), [experiment]
         ),
         heads=("criterion", *_VARIANT, "stage"),
         columns=tuple("dense" if s == 0 else percent(s) for s in sparsities),
@@ -150,11 +127,9 @@ def summary_table(experiments: Sequence[Experiment]) -> Table | None:
     return Table(
         name="summary",
         title="Share that can be removed before accuracy falls by more than one point",
-        note=" ".join(
-            [
-                "The highest sparsity measured up to which the mean stays within one point of the dense network’s.",
-                *(note for experiment in experiments for note in failure_notes(experiment)),
-            ]
+        note=_note(
+            "The highest sparsity measured up to which the mean stays within one point of the dense network’s.",
+            experiments,
         ),
         heads=("experiment", "pruned by"),
         columns=tuple(METHOD_NAMES.get(m, m) for m in methods),
@@ -187,12 +162,7 @@ def training_table(experiments: Sequence[Experiment]) -> Table | None:
     table = Table(
         name="training",
         title="Training: what it reached before pruning, and what it took",
-        note=" ".join(
-            [
-                "Means over seeds. The last column is the time divided by that of MAP on the same data.",
-                *(note for experiment in experiments for note in failure_notes(experiment)),
-            ]
-        ),
+        note=_note("Means over seeds. The last column is the time relative to MAP on the same data.", experiments),
         heads=("experiment", *_VARIANT),
         columns=(*(shows[key][0] for key in keys), "time / MAP"),
         over="",
@@ -308,6 +278,11 @@ def failure_notes(experiment: Experiment) -> list[str]:
         name = variant.label(experiment.variants)
         notes.append(f"{name}: {failure}, they are as good as guessing (test accuracy of {listed}). {counted}.")
     return notes
+
+
+def _note(text: str, experiments: Sequence[Experiment]) -> str:
+    """A note, followed by the networks that did not learn."""
+    return " ".join([text, *(note for experiment in experiments for note in failure_notes(experiment))])
 
 
 def _without_constant_labels(table: Table, keep: int) -> Table:

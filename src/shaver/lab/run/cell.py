@@ -15,10 +15,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from shaver.io import read_json, write_json, write_text
+from shaver.io import read_json, write_csv, write_json, write_text
 from shaver.lab.recipes.grid import Cell
 from shaver.lab.run.provenance import code_version, machine, versions
-from shaver.lab.run.results import CONFIG, DENSE, ERROR, ROWS, STATUS, Row, link, read_rows, write_rows
+from shaver.lab.run.results import CONFIG, DENSE, ERROR, ROWS, STATUS, Row, link, read_rows
 
 #: The file with the output of a cell's process.
 LOG = "log.txt"
@@ -67,7 +67,7 @@ def _run(cell: Cell, place: Path, store: Path, any_code: bool, status: "_Status"
         elif rows:  # the dense network's row comes first, here or in an earlier process
             common["learned"] = rows[0].get("learned", "")
         rows += [common | row for row in part]
-        write_rows(place / ROWS, rows)
+        write_csv(place / ROWS, rows)
     status.end("done", code=code, learned=rows[0].get("learned") != "no", accuracy=float(rows[0]["accuracy"]))
 
 

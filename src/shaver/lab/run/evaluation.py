@@ -29,19 +29,12 @@ Scores = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Cut:
-    """A copy of a network from which weights or units were removed.
-
-    Attributes:
-        network: The copy.
-        achieved: The share that was removed.
-        masks: What has to stay zero when the copy is trained further, if anything.
-        evidence_change: The change of the log evidence, where it is known.
-    """
+    """A copy of a network from which weights or units were removed."""
 
     network: nn.Module
-    achieved: float
-    masks: Masks | None = None
-    evidence_change: float | None = None
+    achieved: float  # the share that was removed
+    masks: Masks | None = None  # what has to stay zero when the copy is trained further, if anything
+    evidence_change: float | None = None  # the change of the log evidence, where it is known
 
 
 class WeightCutter:

@@ -38,17 +38,12 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class CachedNetwork:
-    """A trained network of the store.
+    """A trained network of the store."""
 
-    Attributes:
-        model: The network, in evaluation mode.
-        posterior: SpaM's; for MAP and L1 one from a curvature estimate after training, under the prior of MAP.
-        facts: ``train_seconds``, ``posterior_seconds`` (of an estimate after training), ``epochs``, ``code``, and
-            ``l1`` or ``online`` where they apply.
-    """
-
-    model: nn.Module
-    posterior: Posterior
+    model: nn.Module  # the network, in evaluation mode
+    posterior: Posterior  # SpaM's; for MAP and L1 one from a curvature estimate after training, under the prior of MAP
+    # train_seconds, posterior_seconds (of an estimate after training), epochs, code, and l1
+    # or online where they apply
     facts: dict[str, Any]
 
 

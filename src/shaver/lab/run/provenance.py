@@ -46,14 +46,10 @@ def imported_modules(start: str) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class _Source:
-    """What one file does and imports.
+    """What one file does and imports."""
 
-    Attributes:
-        digest: Of its syntax tree without docstrings.
-        imports: Names that may be modules, from everywhere in the file except what only type checkers read.
-    """
-
-    digest: bytes
+    digest: bytes  # of its syntax tree without docstrings
+    # names that may be modules, from everywhere in the file except what only type checkers read
     imports: tuple[str, ...]
 
 

@@ -1,14 +1,12 @@
 """The results of a run on disk: the names of its files, and how its rows are read, written and gathered."""
 
 import csv
-import io
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shaver.io import atomic_path, read_json, write_text
+from shaver.io import atomic_path, read_json, write_csv
 from shaver.naming import require
 
 if TYPE_CHECKING:
@@ -72,16 +70,6 @@ def read_rows(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as CSV, with the columns of all of them, atomically."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
-
-
 def link(source: Path, target: Path) -> None:
     """Give a file a second name, or copy it where the file system has no links. Files of cells are never changed."""
     target.unlink(missing_ok=True)
@@ -107,7 +95,7 @@ def collect(folder: Path) -> int:
     if not rows:
         (folder / CSV).unlink(missing_ok=True)  # it would describe other settings
         return 0
-    write_rows(folder / CSV, [{name: row.get(name, "") for name in COLUMNS} for row in rows])
+    write_csv(folder / CSV, [{name: row.get(name, "") for name in COLUMNS} for row in rows])
     try:
         import pyarrow  # noqa: F401
 

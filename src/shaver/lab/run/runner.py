@@ -45,25 +45,16 @@ _LOCK = ".lock"
 
 @dataclass
 class Outcome:
-    """What came of a study.
+    """What came of a study."""
 
-    Attributes:
-        folder: The run folder.
-        done: Cells that are finished, those of earlier calls included.
-        ran: How many of them this call ran.
-        failed: Label of a cell → its error.
-        unlearned: Label of a cell → test accuracy of its network, where that is no better than guessing.
-        rows: Rows in the table of results.
-        kept: Where the earlier table of results is, if the folder held one of other settings.
-    """
-
-    folder: Path
-    done: int = 0
-    ran: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
+    folder: Path  # the run folder
+    done: int = 0  # cells that are finished, those of earlier calls included
+    ran: int = 0  # how many of them this call ran
+    failed: dict[str, str] = field(default_factory=dict)  # label of a cell → its error
+    # label of a cell → test accuracy of its network, where that is no better than guessing
     unlearned: dict[str, float] = field(default_factory=dict)
-    rows: int = 0
-    kept: Path | None = None
+    rows: int = 0  # rows in the table of results
+    kept: Path | None = None  # where the earlier table of results is, if the folder held one of other settings
 
 
 def default_folder(recipe: Recipe) -> Path:
