@@ -24,12 +24,28 @@ from repair_peers import check, prune_layerwise
 from torch import Tensor, nn
 
 import shaver
+from shaver.repairing import joint_fit, output_damage
 
 Row = dict[str, Any]
 FIELDS = ("network", "seed", "removed", "share", "method", "accuracy", "images", "seconds", "megabytes")
 #: What CHITA's paper reports for this ResNet-20.
 PUBLISHED = {"MP": (88.44, 78.79, 54.01, 11.79), "WoodFisher": (90.23, 81.05, 62.63, 11.49),
              "CBS": (90.58, 81.84, 51.28, 13.68), "CHITA++": (91.04, 90.38, 88.72, 79.32)}  # fmt: skip
+
+#: Images that a fit of all layers together sees: 40 passes over 4,000 images, 10 over 16,000.
+SEEN = 160_000
+#: Learning rate of the fine-tuning.
+TUNING = 0.05
+
+#: Which trained network each part prunes.
+NETWORKS = {
+    "lenet": "LeNet/MNIST MAP",
+    "fashion": "LeNet/Fashion MAP",
+    "spam": "LeNet/MNIST SpaM",
+    "units": "LeNet/MNIST MAP",
+    "batchnorm": "ResNet/MNIST MAP",
+    "flops": "LeNet/Fashion MAP",
+}
 
 Method = Callable[[nn.Module], nn.Module]
 
@@ -41,8 +57,11 @@ class Case:
         self, name: str, seed: int, model: nn.Module, images: Tensor, test: list[tuple[Tensor, Tensor]]
     ) -> None:
         self.name, self.seed, self.model, self.test = name, seed, model, test
-        self.calibration = list(images.split(256))
+        self.calibration = list(images.split(128))
         self.images = len(images)
+        self.passes = SEEN // len(images)
+        self._repaired: tuple[nn.Module, Any] | None = None
+        self._small: nn.Module | None = None
 
     def measure(self, removed: str, share: float, method: str, run: Method) -> Row:
         """One row of the table."""
@@ -79,7 +98,8 @@ class Case:
 
         def run(model: nn.Module) -> nn.Module:
             scores = shaver.score(model, criterion, posterior=posterior)
-            shaver.prune(model, scores, sparsity, calibration=self.calibration)
+            pruned = shaver.prune(model, scores, sparsity, calibration=self.calibration)
+            self._repaired = (model, pruned.masks)
             return model
 
         return run
@@ -88,30 +108,79 @@ class Case:
         """The same, ranked by the damage that remains after the repair."""
 
         def run(model: nn.Module) -> nn.Module:
-            scores = shaver.repairing.output_damage(model, self.calibration)
-            shaver.prune(model, scores, sparsity, calibration=self.calibration)
+            scores = output_damage(model, self.calibration)
+            pruned = shaver.prune(model, scores, sparsity, calibration=self.calibration)
+            self._repaired = (model, pruned.masks)
             return model
 
         return run
 
-    def peer(self, sparsity: float, method: str) -> Method:
-        """SparseGPT or Wanda, with the norm statistics measured again."""
+    def together(self) -> Method:
+        """What ``prune(…, passes=…)`` does after the last round, with the network that was repaired before."""
+
+        def run(dense: nn.Module) -> nn.Module:
+            assert self._repaired is not None, "the repaired network is measured first"
+            model, masks = self._repaired
+            joint_fit(model, self.calibration, reference=dense, masks=masks, passes=self.passes)
+            return model
+
+        return run
+
+    def peer(self, sparsity: float, method: str, *, shared: bool) -> Method:
+        """SparseGPT or Wanda, with the norm statistics measured again.
+
+        Args:
+            sparsity: Of every layer, or of all layers together.
+            method: ``"sparsegpt"`` or ``"wanda"``.
+            shared: Each layer's sparsity is that of a ranking of all weights by output damage.
+        """
 
         def run(model: nn.Module) -> nn.Module:
-            prune_layerwise(model, self.calibration, sparsity, method)
+            shares: Any = sparsity
+            if shared:
+                ranked = shaver.prune(copy.deepcopy(model), output_damage(model, self.calibration), sparsity)
+                shares = {layer.name: layer.sparsity for layer in ranked.layers}
+            prune_layerwise(model, self.calibration, shares, method)
             shaver.recalibrate(model, self.calibration)
             return model
 
         return run
 
-    def units(self, share: float, criterion: str, *, calibrated: bool) -> Method:
+    def units(self, share: float, criterion: str, *, calibrated: bool, passes: int = 0) -> Method:
         """A smaller network, with or without repair."""
 
         def run(model: nn.Module) -> nn.Module:
-            extra: dict[str, Any] = {"calibration": self.calibration} if calibrated else {}
+            extra: dict[str, Any] = {"calibration": self.calibration, "passes": passes} if calibrated else {}
             example = self.calibration[0][:2]
             small: nn.Module = shaver.compact(model, example, criterion=criterion, sparsity=share, **extra)
             return small
+
+        return run
+
+    def smaller(self, flops: float) -> Method:
+        """A network with this share of FLOPs removed, each layer at its own width, repaired."""
+
+        def run(model: nn.Module) -> nn.Module:
+            options: dict[str, Any] = {"target": "flops", "spread": "global", "passes": self.passes}
+            example = self.calibration[0][:2]
+            self._small = shaver.compact(model, example, sparsity=flops, calibration=self.calibration, **options)
+            return copy.deepcopy(self._small)
+
+        return run
+
+    def trained_on(self, train: Any, epochs: int, lr: float, *, anew: bool) -> Method:
+        """The small network that was measured before, fine-tuned, or trained from new weights."""
+
+        def run(_: nn.Module) -> nn.Module:
+            assert self._small is not None, "the small network is measured first"
+            small = copy.deepcopy(self._small)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                for module in small.modules():
+                    if anew and isinstance(module, nn.Linear | nn.Conv2d):
+                        module.reset_parameters()
+            shaver.fit(small, train, method="map", epochs=epochs, lr=lr, seed=self.seed)
+            return small.eval()
 
         return run
 
@@ -144,10 +213,14 @@ def weights(
         yield "weights", share, "masks", case.plain(share, criterion, posterior, measured_again=False)
         if norms:
             yield "weights", share, "masks, norms", case.plain(share, criterion, posterior, measured_again=True)
-        yield "weights", share, "Wanda", case.peer(share, "wanda")
-        yield "weights", share, "SparseGPT", case.peer(share, "sparsegpt")
-        yield "weights", share, "repair", case.repaired(share, criterion, posterior)
-        yield "weights", share, "repair, output damage", case.by_damage(share)
+        yield "weights", share, "Wanda", case.peer(share, "wanda", shared=False)
+        yield "weights", share, "SparseGPT", case.peer(share, "sparsegpt", shared=False)
+        yield "weights", share, "SparseGPT, shares by damage", case.peer(share, "sparsegpt", shared=True)
+        ways = [("repair", case.repaired(share, criterion, posterior))]
+        ways += [("repair, output damage", case.by_damage(share))]
+        for method, way in ways:
+            yield "weights", share, method, way
+            yield "weights", share, f"{method}, together", case.together()
 
 
 def units(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:
@@ -157,6 +230,21 @@ def units(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:
         yield "units", share, "torch-pruning", case.torch_pruning(share)
         yield "units", share, "repair", case.units(share, "magnitude", calibrated=True)
         yield "units", share, "repair, damage", case.units(share, "damage", calibrated=True)
+        yield (
+            "units",
+            share,
+            "repair, damage, together",
+            case.units(share, "damage", calibrated=True, passes=case.passes),
+        )
+
+
+def tuned(case: Case, ratios: tuple[float, ...], train: Any) -> Iterator[Any]:
+    """Small networks by their FLOPs: repaired, fine-tuned with labels, and the same widths from new weights."""
+    for ratio in ratios:
+        share = round(1 - 1 / ratio, 4)
+        yield "FLOPs", share, "repair, damage, together", case.smaller(share)
+        yield "FLOPs", share, "fine-tuned, 5 epochs", case.trained_on(train, 5, TUNING, anew=False)
+        yield "FLOPs", share, "from scratch, 17 epochs", case.trained_on(train, 17, 0.05, anew=True)
 
 
 def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator[Any]]]:
@@ -169,13 +257,14 @@ def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator
         yield case, weights(case, (0.5, 0.7, 0.8, 0.9))
         return
     for seed in range(asked.seeds):
-        name = {"lenet": "LeNet/MNIST MAP", "fashion": "LeNet/Fashion MAP", "spam": "LeNet/MNIST SpaM",
-                "units": "LeNet/MNIST MAP", "batchnorm": "ResNet/MNIST MAP"}[part]  # fmt: skip
+        name = NETWORKS[part]
         found = trained(name, seed, asked.runs)
-        images = found["splits"].train[_some(4000, 60_000)][0]
+        images = found["splits"].train[_some(16_000 if part in ("units", "flops") else 4000, 60_000)][0]
         case = Case(name, seed, found["model"], images, list(found["splits"].test.batches(500)))
         if part == "units":
             yield case, units(case, (0.6, 0.8))
+        elif part == "flops":
+            yield case, tuned(case, (5.6, 11.0), found["splits"].train)
         elif part == "spam":
             yield case, weights(case, (0.98, 0.99), "opd", found["posterior"])
         else:
@@ -202,7 +291,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parts = ("resnet20", "lenet", "fashion", "spam", "batchnorm", "units")
+    parts = ("resnet20", "lenet", "fashion", "spam", "batchnorm", "units", "flops", "minilm")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--seeds", type=int, default=3)

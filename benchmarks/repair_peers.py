@@ -8,7 +8,7 @@ the layers before it are pruned, so that later layers see inputs of the right sc
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 import torch
@@ -20,8 +20,17 @@ from shaver.repairing.norms import set_statistics
 from shaver.repairing.sites import Site, make_plan, norms_of
 
 
-def prune_layerwise(model: nn.Module, batches: Sequence[Tensor], sparsity: float, method: str) -> None:
-    """Prune every linear layer and convolution in place by ``"sparsegpt"`` or ``"wanda"``."""
+def prune_layerwise(
+    model: nn.Module, batches: Sequence[Tensor], sparsity: float | Mapping[str, float], method: str
+) -> None:
+    """Prune every linear layer and convolution in place by ``"sparsegpt"`` or ``"wanda"``.
+
+    Args:
+        model: The network.
+        batches: Calibration inputs.
+        sparsity: Of every layer, or by parameter name.
+        method: Which of the two.
+    """
     rule = {"sparsegpt": sparsegpt, "wanda": wanda}[method]
     with evaluating(model):
         twin = copy.deepcopy(model)
@@ -30,7 +39,8 @@ def prune_layerwise(model: nn.Module, batches: Sequence[Tensor], sparsity: float
             for site, moments in stops:
                 if isinstance(site, Site) and isinstance(moments, Moments):
                     weight = site.weight(model).double()
-                    pruned = [rule(w, h[:-1, :-1], sparsity) for w, h in zip(weight, moments.second, strict=True)]
+                    share = sparsity if isinstance(sparsity, float) else sparsity[site.parameter]
+                    pruned = [rule(w, h[:-1, :-1], share) for w, h in zip(weight, moments.second, strict=True)]
                     site.write(model, torch.stack(pruned), None)
                 elif isinstance(site, str) and isinstance(moments, Statistics):
                     set_statistics(site, norms_of(model)[site], moments.mean, moments.variance)
@@ -70,21 +80,29 @@ def wanda(weight: Tensor, hessian: Tensor, sparsity: float) -> Tensor:
 
 
 def check() -> None:
-    """SparseGPT's sweep against closed forms: a single removal in the first column is optimal brain surgery."""
+    """Both methods against their definitions, written out column by column with explicit inverses, in float64."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 8, generator=generator, dtype=torch.float64)
-    weight = torch.randn(1, 8, generator=generator, dtype=torch.float64)
-    weight[0, 0] = 1e-3  # certainly the first to go
+    x = torch.randn(60, 8, generator=generator, dtype=torch.float64) @ torch.randn(
+        8, 8, generator=generator, dtype=torch.float64
+    )
     hessian = x.T @ x
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(8, dtype=torch.float64)
-    inverse = torch.linalg.inv(damped)
-    expected = weight - weight[0, 0] / inverse[0, 0] * inverse[0]
-    torch.testing.assert_close(sparsegpt(weight, hessian, 1 / 8), expected)
-    found = sparsegpt(torch.randn(6, 8, generator=generator, dtype=torch.float64), hessian, 0.5)
-    assert int((found == 0).sum()) == 24
-    assert ((wanda(found + 1, hessian, 0.5) == 0).sum(1) == 4).all()
+    for sparsity in (1 / 8, 0.5, 0.75):
+        weight = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+        inverses = [torch.linalg.inv(damped[j:, j:]) for j in range(8)]  # of what is left at column j
+        scores = weight.square() / torch.stack([inverse[0, 0] for inverse in inverses])
+        removed = torch.zeros(48, dtype=torch.bool)
+        removed[scores.flatten().argsort()[: round(48 * sparsity)]] = True
+        expected = weight.clone()
+        for row, gone in enumerate(removed.reshape(6, 8)):
+            for j in gone.nonzero()[:, 0].tolist():
+                expected[row, j:] -= expected[row, j] / inverses[j][0, 0] * inverses[j][0]
+        torch.testing.assert_close(sparsegpt(weight, hessian, sparsity), expected)
+        metric = weight.abs() * x.norm(dim=0)
+        for row, found in zip(metric, wanda(weight, hessian, sparsity), strict=True):
+            assert set(row.argsort()[: round(8 * sparsity)].tolist()) == set((found == 0).nonzero()[:, 0].tolist())
 
 
 if __name__ == "__main__":
     check()
-    print("SparseGPT and Wanda agree with their closed forms")
+    print("SparseGPT and Wanda agree with their definitions")

@@ -147,6 +147,17 @@ def test_progress_counts_layers_and_passes():
     assert seen == [(number, 7) for number in range(1, 8)]
 
 
+def test_progress_of_rounds_and_of_a_compaction():
+    dense, x, seen = seeded(mlp), [data(64, 6)], []
+    scores = shaver.score(dense, "magnitude")
+    arguments = {"calibration": x, "passes": 2, "progress": lambda *now: seen.append(now)}
+    shaver.prune(copy.deepcopy(dense), scores, 0.65, **arguments)  # three rounds of three layers
+    assert seen == [(number, 11) for number in range(1, 12)]
+    seen.clear()
+    shaver.compact(dense, x[0][:2], sparsity=0.5, **arguments)
+    assert seen == [(1, 3), (2, 3), (3, 3), (1, 2), (2, 2)]
+
+
 def test_errors_say_what_would_work():
     dense, pruned, masks = pruned_mlp()
     x = [data(64, 6)]

@@ -33,10 +33,17 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
     example = resize(subject.example, 2)  # two samples tell a constant from a value
     with console.status("Finding what belongs together …"):
         groups = find_groups(subject.model, example, residual=options.residual)
-    with console.status("Choosing and removing units …"):
+    with console.status("Choosing and removing units …") as status:
         calibration = calibration_of(subject)
         choice = _choice(options, subject) | {"groups": groups, "posterior": posterior}
-        report = compact_with_report(subject.model, example, **choice, calibration=calibration, passes=options.passes)
+        report = compact_with_report(
+            subject.model,
+            example,
+            **choice,
+            calibration=calibration,
+            passes=options.passes,
+            progress=lambda done, total: status.update(f"Repairing … {done} of {total} steps"),
+        )
         if calibration is not None:
             plain = compact_with_report(subject.model, example, **choice).model
             rows["unrepaired"] = summary(plain, subject.test, likelihood=subject.likelihood)

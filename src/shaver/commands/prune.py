@@ -39,7 +39,7 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
         rows = {"before": measure_network(model, subject)}
     calibration = calibration_of(subject)
     plain = None if calibration is None else copy.deepcopy(model)
-    with console.status("Pruning …" if calibration is None else "Pruning and repairing …"):
+    with console.status("Pruning …" if calibration is None else "Pruning and repairing …") as status:
         valid = subject.data.valid if subject.data is not None and options.max_drop is not None else None
         pruned = prune(
             model,
@@ -53,6 +53,7 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
             max_drop=options.max_drop,
             calibration=calibration,
             passes=options.passes,
+            progress=lambda done, total: status.update(f"Pruning and repairing … {done} of {total} steps"),
         )
     with console.status("Measuring what is left …"):
         rows["after"] = measure_network(model, subject)

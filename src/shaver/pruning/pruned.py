@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +126,7 @@ def prune(
     passes: int = 0,
     forward: Forward | None = None,
     targets: Targets | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Pruned:
     """Set the weights with the lowest scores to zero. With ``calibration``, the kept weights are repaired.
 
@@ -160,12 +161,14 @@ def prune(
             help most at high sparsity; see :func:`shaver.repair`.
         forward: ``forward(model, batch)`` for validation and calibration batches of another layout.
         targets: ``targets(batch)`` for validation batches.
+        progress: ``progress(done, total)`` is called after each layer of each round of a repair, and after each pass.
+            With ``max_drop``, the number of rounds is not known, and it counts within each.
 
     Raises:
         ValueError: An option is out of range or missing, or scores do not fit the model or are NaN.
     """
     check_network(model, "prune")
-    check_functions(forward=forward, targets=targets, valid=valid if callable(valid) else None)
+    check_functions(forward=forward, targets=targets, progress=progress, valid=valid if callable(valid) else None)
     check_passes(passes, calibration)
     check_posterior(posterior)
     if scores is not None:
@@ -183,7 +186,7 @@ def prune(
     requested: float | str
     rounds = None
     if calibration is not None:
-        rounds = Rounds(model, calibration, limits.ranking, passes=passes, forward=forward)
+        rounds = Rounds(model, calibration, limits.ranking, passes=passes, forward=forward, progress=progress)
     with nullcontext() if rounds is None else rounds:
         if (pattern := pattern_of(scope)) is not None:
             requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, pattern, limits, max_drop)

@@ -46,6 +46,7 @@ class Rounds:
         ranking: A function from scores to a ranking, such as :class:`shaver.pruning.Ranking`.
         passes: Passes in which all layers are fitted together after the last round; see :func:`shaver.repair`.
         forward: ``forward(model, batch)`` for batches of another layout.
+        progress: ``progress(done, total)`` is called after each layer of each round, and after each pass.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Rounds:
         *,
         passes: int = 0,
         forward: Forward | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.model = model
         self.data = calibration_list(calibration)
         self.reference = copy.deepcopy(model)
         self._ranking, self._forward, self._passes = ranking, forward, passes
+        self._progress, self._round, self._rounds = progress, 0, 1
         self._before: dict[str, Tensor] = {}
         self.report = Repaired()
 
@@ -76,22 +79,32 @@ class Rounds:
 
     def apply(self, masks: Masks, passes: int | None = None) -> None:
         """Apply the masks, and repair the kept weights; ``passes=None`` is all that were asked for."""
+        passes = self._passes if passes is None else passes
         masks.apply_(self.model)
+
+        def count(done: int, total: int) -> None:
+            if self._progress is not None:
+                layers = total - passes
+                self._progress(self._round * layers + done, self._rounds * layers + self._passes)
+
         self.report = repair(
             self.model,
             self.data,
             reference=self.reference,
             masks=masks,
-            passes=self._passes if passes is None else passes,
+            passes=passes,
             forward=self._forward,
+            progress=count,
         )
 
     def prune(self, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
         """Prune to a sparsity in rounds, each ranked by the scores of the current weights."""
         masks = Masks({})
         *first, last = levels(sparsity)
-        for level in first:
+        self._rounds = len(first) + 1
+        for self._round, level in enumerate(first):
             masks = self.step(scores, level, masks, passes=0)
+        self._round = len(first)
         return self.step(scores, last, masks)
 
     def step(

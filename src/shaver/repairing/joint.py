@@ -24,7 +24,7 @@ from shaver.repairing.calibration import calibration_list, call
 from shaver.repairing.sites import parameters_of
 
 #: The length of the largest step, as a share of the root mean square of a layer's weights.
-RATE = 0.03
+RATE = 0.02
 #: One batch in this many is held out to see whether the fit carries over to other data.
 HELD_OUT = 8
 #: Steps with a rising rate at the beginning, as a share of all.
@@ -46,8 +46,8 @@ def joint_fit(
 
     Use it after :func:`shaver.repair` where much was removed; ``repair``, ``prune`` and ``compact`` call it with
     ``passes``. It needs gradients, and about as much time as ``passes`` epochs of training on the calibration data.
-    Embeddings stay as they are. Norm statistics are constants. With eight batches or more, one in eight is held out,
-    and the result is only taken if it is nearer to the dense network there.
+    Embeddings stay as they are. Norm statistics are constants. With eight batches or more, one in eight is held out.
+    The weights after the pass that was nearest to the dense network there are taken, or those from before.
 
     Example:
         >>> before, after = joint_fit(small, loader, reference=dense, passes=20)
@@ -77,12 +77,17 @@ def joint_fit(
         before = error.mean(model, held)
         if not passes:
             return before, before
-        with _trainable(model, masks) as (layers, restore):
-            _descend(model, layers, error, used, passes, rate, progress)
-            after = error.mean(model, held)
-            if not after < before:  # or NaN
-                restore()
-                after = before
+        with _trainable(model, masks) as layers:
+            weights = [parameter for layer in layers for parameter, _ in layer]
+            best, after = [weight.detach().clone() for weight in weights], before
+            for done in _descend(model, layers, error, used, passes, rate):
+                reached = error.mean(model, held)
+                if reached < after:
+                    best, after = [weight.detach().clone() for weight in weights], reached
+                if progress is not None:
+                    progress(done, passes)
+            for weight, values in zip(weights, best, strict=True):
+                weight.copy_(values)
     return before, after
 
 
@@ -99,9 +104,8 @@ def _descend(
     used: Sequence[int],
     passes: int,
     rate: float,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    """Adam with a warm-up and a cosine, and a rate for each layer in the scale of its weights."""
+) -> Iterator[int]:
+    """Count the passes of Adam with a warm-up and a cosine, and a rate for each layer in the scale of its weights."""
     groups = [{"params": [p for p, _ in layer], "scale": _scale(layer)} for layer in layers]
     optimizer = torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
     generator = torch.Generator().manual_seed(0)
@@ -120,8 +124,7 @@ def _descend(
                         parameter.grad.mul_(mask)  # Adam leaves what never had a gradient where it is
             optimizer.step()
             done += 1
-        if progress is not None:
-            progress(number + 1, passes)
+        yield number + 1
 
 
 class _Error:
@@ -174,11 +177,8 @@ def _scale(layer: Sequence[tuple[nn.Parameter, Tensor | None]]) -> float:
 @contextmanager
 def _trainable(
     model: nn.Module, masks: Mapping[str, Tensor] | None
-) -> Iterator[tuple[list[list[tuple[nn.Parameter, Tensor | None]]], Callable[[], None]]]:
-    """The parameters of each layer with their masks, and a function that puts their values back.
-
-    Gradients and flags are restored at the end, and the values after an error.
-    """
+) -> Iterator[list[list[tuple[nn.Parameter, Tensor | None]]]]:
+    """The parameters of each layer with their masks. Gradients and flags are restored, and values after an error."""
     kept = {id(parameter): (masks or {}).get(name) for name, parameter in parameters_of(model).items()}
     left_out = {id(p) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
     layers: list[list[tuple[nn.Parameter, Tensor | None]]] = []
@@ -191,18 +191,15 @@ def _trainable(
         raise ValueError("passes need gradients of at least single precision: call model.float() first.")
     before = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in found]
 
-    @torch.no_grad()
-    def restore() -> None:
-        for parameter, values, _, _ in before:
-            parameter.copy_(values)
-
     try:
         for parameter, _, _, _ in before:
             parameter.grad = None
             parameter.requires_grad_(True)
-        yield layers, restore
+        yield layers
     except BaseException:
-        restore()
+        with torch.no_grad():
+            for parameter, values, _, _ in before:
+                parameter.copy_(values)
         raise
     finally:
         for parameter, _, gradient, required in before:

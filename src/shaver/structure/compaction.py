@@ -98,6 +98,7 @@ def compact_with_report(
     optimizer: Optimizer | None = None,
     spam: "SpaM | None" = None,
     forward: Forward | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **scoring: Any,
 ) -> CompactReport:
     """Make a smaller dense network: the least important units are removed, with everything that made or read them.
@@ -149,6 +150,7 @@ def compact_with_report(
         optimizer: Its state is sliced too, so that training goes on without a jump; needs ``in_place``.
         spam: Its prior and curvature are sliced too; needs ``in_place``.
         forward: ``forward(model, batch)`` for batches (and then an example) of another layout.
+        progress: ``progress(done, total)`` is called after each layer of the repair, then after each pass.
         **scoring: Further arguments of :func:`shaver.score`, such as ``likelihood`` and ``seed``.
 
     Raises:
@@ -184,7 +186,11 @@ def compact_with_report(
         scores = score_units(model, groups, criterion, posterior=posterior, batches=batches, **scoring)
         choice = Chooser(model, groups, options, example, ties).choose(scores, sparsity)
     before = cost(model, example, latency=False)
-    with _repaired(model, groups, choice, calibration, forward, in_place=in_place) as (repaired, dense, report):
+    with _repaired(model, groups, choice, calibration, forward, progress, in_place=in_place) as (
+        repaired,
+        dense,
+        report,
+    ):
         done = remove_units(
             repaired,
             groups,
@@ -197,7 +203,7 @@ def compact_with_report(
             spam=spam,
         )
     if passes and report is not None and calibration is not None:
-        joint = joint_fit(done.model, calibration, reference=dense, passes=passes, forward=forward)
+        joint = joint_fit(done.model, calibration, reference=dense, passes=passes, forward=forward, progress=progress)
         report = replace(report, joint=joint)
     return CompactReport(done.model, groups, choice, before, cost(done.model, example, latency=False), report)
 
@@ -212,6 +218,7 @@ def _repaired(
     choice: Choice,
     calibration: Iterable[Any] | None,
     forward: Forward | None,
+    progress: Callable[[int, int], None] | None,
     *,
     in_place: bool,
 ) -> Iterator[tuple[nn.Module, nn.Module, Repaired | None]]:
@@ -227,7 +234,11 @@ def _repaired(
     masks = mask_units(target, groups, choice.kept)
     try:
         masks.apply_(target)
-        yield target, dense, repair(target, calibration, reference=dense, masks=masks, forward=forward)
+        yield (
+            target,
+            dense,
+            repair(target, calibration, reference=dense, masks=masks, forward=forward, progress=progress),
+        )
     except BaseException:
         if in_place:
             model.load_state_dict(dense.state_dict())
