@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from repair_networks import resnet20, trained
+from repair_networks import resnet20, trained, trained_reader
 from repair_peers import check, prune_layerwise
 from torch import Tensor, nn
 
@@ -54,14 +54,22 @@ class Case:
     """One network with its calibration images and its test images."""
 
     def __init__(
-        self, name: str, seed: int, model: nn.Module, images: Tensor, test: list[tuple[Tensor, Tensor]]
+        self,
+        name: str,
+        seed: int,
+        model: nn.Module,
+        images: Tensor,
+        test: list[tuple[Tensor, Tensor]],
+        *,
+        batch: int = 128,
+        seen: int = SEEN,
     ) -> None:
         self.name, self.seed, self.model, self.test = name, seed, model, test
-        self.calibration = list(images.split(128))
+        self.calibration = list(images.split(batch))
         self.images = len(images)
-        self.passes = SEEN // len(images)
-        self._repaired: tuple[nn.Module, Any] | None = None
-        self._small: nn.Module | None = None
+        self.passes = seen // len(images)
+        self._repaired: tuple[Method, nn.Module, Any] | None = None
+        self._small: tuple[float, nn.Module] | None = None
 
     def measure(self, removed: str, share: float, method: str, run: Method) -> Row:
         """One row of the table."""
@@ -99,7 +107,7 @@ class Case:
         def run(model: nn.Module) -> nn.Module:
             scores = shaver.score(model, criterion, posterior=posterior)
             pruned = shaver.prune(model, scores, sparsity, calibration=self.calibration)
-            self._repaired = (model, pruned.masks)
+            self._repaired = (run, model, pruned.masks)
             return model
 
         return run
@@ -110,17 +118,19 @@ class Case:
         def run(model: nn.Module) -> nn.Module:
             scores = output_damage(model, self.calibration)
             pruned = shaver.prune(model, scores, sparsity, calibration=self.calibration)
-            self._repaired = (model, pruned.masks)
+            self._repaired = (run, model, pruned.masks)
             return model
 
         return run
 
-    def together(self) -> Method:
-        """What ``prune(…, passes=…)`` does after the last round, with the network that was repaired before."""
+    def together(self, repaired: Method) -> Method:
+        """What ``prune(…, passes=…)`` does after the last round, on the network of the row before."""
 
         def run(dense: nn.Module) -> nn.Module:
-            assert self._repaired is not None, "the repaired network is measured first"
-            model, masks = self._repaired
+            if self._repaired is None or self._repaired[0] is not repaired:
+                repaired(copy.deepcopy(dense))
+            assert self._repaired is not None
+            _, model, masks = self._repaired
             joint_fit(model, self.calibration, reference=dense, masks=masks, passes=self.passes)
             return model
 
@@ -163,17 +173,20 @@ class Case:
         def run(model: nn.Module) -> nn.Module:
             options: dict[str, Any] = {"target": "flops", "spread": "global", "passes": self.passes}
             example = self.calibration[0][:2]
-            self._small = shaver.compact(model, example, sparsity=flops, calibration=self.calibration, **options)
-            return copy.deepcopy(self._small)
+            small = shaver.compact(model, example, sparsity=flops, calibration=self.calibration, **options)
+            self._small = (flops, small)
+            return small
 
         return run
 
-    def trained_on(self, train: Any, epochs: int, lr: float, *, anew: bool) -> Method:
-        """The small network that was measured before, fine-tuned, or trained from new weights."""
+    def trained_on(self, flops: float, train: Any, epochs: int, lr: float, *, anew: bool) -> Method:
+        """The repaired small network fine-tuned, or one of its widths trained from new weights."""
 
-        def run(_: nn.Module) -> nn.Module:
-            assert self._small is not None, "the small network is measured first"
-            small = copy.deepcopy(self._small)
+        def run(dense: nn.Module) -> nn.Module:
+            if self._small is None or self._small[0] != flops:
+                self.smaller(flops)(dense)
+            assert self._small is not None
+            small = copy.deepcopy(self._small[1])
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
                 for module in small.modules():
@@ -220,7 +233,7 @@ def weights(
         ways += [("repair, output damage", case.by_damage(share))]
         for method, way in ways:
             yield "weights", share, method, way
-            yield "weights", share, f"{method}, together", case.together()
+            yield "weights", share, f"{method}, together", case.together(way)
 
 
 def units(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:
@@ -243,8 +256,8 @@ def tuned(case: Case, ratios: tuple[float, ...], train: Any) -> Iterator[Any]:
     for ratio in ratios:
         share = round(1 - 1 / ratio, 4)
         yield "FLOPs", share, "repair, damage, together", case.smaller(share)
-        yield "FLOPs", share, "fine-tuned, 5 epochs", case.trained_on(train, 5, TUNING, anew=False)
-        yield "FLOPs", share, "from scratch, 17 epochs", case.trained_on(train, 17, 0.05, anew=True)
+        yield "FLOPs", share, "fine-tuned, 5 epochs", case.trained_on(share, train, 5, TUNING, anew=False)
+        yield "FLOPs", share, "from scratch, 17 epochs", case.trained_on(share, train, 17, 0.05, anew=True)
 
 
 def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator[Any]]]:
@@ -255,6 +268,12 @@ def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator
         test = list(zip(scaled[1].split(500), splits.test.targets.split(500), strict=True))
         case = Case("ResNet-20/CIFAR-10", 0, resnet20(asked.resnet20), scaled[0], test)
         yield case, weights(case, (0.5, 0.7, 0.8, 0.9))
+        return
+    if part == "minilm":
+        found = trained_reader(asked.runs)
+        reviews, test = found["splits"].train[:][0], list(found["splits"].test.batches(50))
+        case = Case("MiniLM/IMDB MAP", 0, found["model"], reviews, test, batch=32, seen=2400)
+        yield case, weights(case, (0.6, 0.8))
         return
     for seed in range(asked.seeds):
         name = NETWORKS[part]
