@@ -11,14 +11,7 @@ if TYPE_CHECKING:
 
 
 class Objective:
-    """A closure that adds the prior. Curvature is measured in its first evaluation per step only.
-
-    Args:
-        spam: Measures the curvature and holds the prior.
-        optimizer: Calls the closure.
-        closure: Clears the gradients, computes the loss, calls ``backward`` and returns the loss.
-        scale: The loss scale of mixed precision, or None.
-    """
+    """A closure that adds the prior. Curvature is measured in its first evaluation per step only."""
 
     def __init__(
         self, spam: "SpaM", optimizer: Optimizer, closure: Callable[[], Any], scale: float | None = None

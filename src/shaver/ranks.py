@@ -124,12 +124,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
 
 
 class HeldParameters:
-    """Parameters that every rank holds whole. Squares are summed over the ranks at the end of a step.
-
-    Args:
-        parameters: The trainable parameters, by name.
-        ranks: The processes that train them.
-    """
+    """Parameters that every rank holds whole. Squares are summed over the ranks at the end of a step."""
 
     #: Whether each rank holds only some rows. If so, :meth:`own` and :meth:`total` are collectives.
     is_sharded = False
@@ -155,14 +150,7 @@ class HeldParameters:
         return list(sums)
 
     def gather(self, sums: dict[str, Tensor], unit: float, loss: str, count: int) -> None:
-        """Replace this rank's sums of squares by those of all ranks, divided by ``unit``. A collective.
-
-        Args:
-            sums: By parameter name.
-            unit: Scale of the squares on this rank.
-            loss: Reduction of the loss, for the error message.
-            count: Number of samples on this rank, for the error message.
-        """
+        """Replace this rank's sums of squares by those of all ranks, divided by ``unit``. A collective."""
         self._divide(sums, unit)
         self.ranks.sum_([sums[name] for name in self.parameters])
 
@@ -211,11 +199,7 @@ class ShardedParameters(HeldParameters):
         return self.ranks.total(*sums)
 
     def gather(self, sums: dict[str, Tensor], unit: float, loss: str, count: int) -> None:
-        """Divide by ``unit``. The sums are over all ranks already, so all ranks need the same unit.
-
-        Raises:
-            ValueError: The units differ: each rank's loss is a mean over a different number of samples.
-        """
+        """Divide by ``unit``. The sums are over all ranks already, so all ranks need the same unit."""
         (total,) = self.ranks.total(unit)
         if not math.isclose(total, unit * self.ranks.size, rel_tol=1e-9):
             raise ValueError(
@@ -225,11 +209,7 @@ class ShardedParameters(HeldParameters):
         self._divide(sums, unit)
 
     def prior_of(self, prior: Any, for_rows: bool) -> Any:
-        """The prior for this rank's rows; unchanged if it was made for them.
-
-        Raises:
-            ValueError: A parameter is sharded along another dimension than the first.
-        """
+        """The prior for this rank's rows; unchanged if it was made for them."""
         if for_rows:
             return prior
         sharded: list[Any] = list(self.parameters.values())

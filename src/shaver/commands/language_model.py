@@ -27,7 +27,7 @@ _UNUSED = (
 
 
 def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
-    """Prune a model folder as the options say, and show what came of it."""
+    """Prune a model folder as the options say, and show the result."""
     assert options.calibration is not None
     given = [name for name in _UNUSED if getattr(options, name) not in (None, (), 0)]
     if given:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,49 +105,23 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _difference(before: float, after: float, show: Callable[[float], str]) -> str:
-    return ("+" if after >= before else "−") + show(abs(after - before))
-
-
-def _ratio(before: float, after: float, show: Callable[[float], str]) -> str:
-    return f"÷ {before / after:.1f}" if after else ""
-
-
-def _nothing(before: float, after: float, show: Callable[[float], str]) -> str:
-    return ""
-
-
-@dataclass(frozen=True)
-class _Line:
-    key: str
-    title: str
-    show: Callable[[float], str]
-    change: Callable[[float, float, Callable[[float], str]], str]
-
-
-_LINES = (
-    _Line("accuracy", "accuracy, %", lambda v: f"{100 * v:.2f}", _difference),
-    _Line("rmse", "root mean squared error", "{:.4g}".format, _difference),
-    _Line("nll", "negative log likelihood", "{:.4f}".format, _difference),
-    _Line("ece", "calibration error (ECE)", "{:.4f}".format, _difference),
-    _Line("brier", "Brier score", "{:.4f}".format, _difference),
-    _Line("parameters", "parameters", "{:,}".format, _nothing),
-    _Line("nonzeros", "  non-zero", "{:,}".format, _ratio),
-    _Line("bytes_dense", "bytes in memory", "{:,}".format, _nothing),
-    _Line("bytes_stored", "bytes on disk (shaver.save)", "{:,}".format, _ratio),
-    _Line("flops", "FLOPs per sample", "{:,}".format, _nothing),
-    _Line("flops_sparse", "  with a non-zero weight", "{:,}".format, _ratio),
-    _Line("latency_1", "milliseconds for 1 sample", lambda v: f"{1000 * v:.3f}", _nothing),
-    _Line("latency_128", "milliseconds for 128", lambda v: f"{1000 * v:.3f}", _nothing),
-)
-
-
-#: For a smaller network, counts of non-zeros say nothing, and everything else changes.
-_SMALLER = tuple(
-    replace(line, change=_ratio) if line.change is _nothing else line
-    for line in _LINES
-    if line.key not in ("nonzeros", "flops_sparse")
-)
+#: Measure → its title, how a value is written, and what the change is: ± a difference, ÷ a ratio, or not shown. For a
+#: smaller network, everything that is not a difference is a ratio, and counts of non-zeros say nothing.
+_LINES: dict[str, tuple[str, Callable[[float], str], str]] = {
+    "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}", "±"),
+    "rmse": ("root mean squared error", "{:.4g}".format, "±"),
+    "nll": ("negative log likelihood", "{:.4f}".format, "±"),
+    "ece": ("calibration error (ECE)", "{:.4f}".format, "±"),
+    "brier": ("Brier score", "{:.4f}".format, "±"),
+    "parameters": ("parameters", "{:,}".format, ""),
+    "nonzeros": ("  non-zero", "{:,}".format, "÷"),
+    "bytes_dense": ("bytes in memory", "{:,}".format, ""),
+    "bytes_stored": ("bytes on disk (shaver.save)", "{:,}".format, "÷"),
+    "flops": ("FLOPs per sample", "{:,}".format, ""),
+    "flops_sparse": ("  with a non-zero weight", "{:,}".format, "÷"),
+    "latency_1": ("milliseconds for 1 sample", lambda v: f"{1000 * v:.3f}", ""),
+    "latency_128": ("milliseconds for 128", lambda v: f"{1000 * v:.3f}", ""),
+}
 
 
 def before_and_after(
@@ -164,9 +137,15 @@ def before_and_after(
     table.add_column("", no_wrap=True)
     for column in ("before", "after", "change") if unrepaired is None else ("dense", "pruned", "repaired", "change"):
         table.add_column(column, justify="right", no_wrap=True)
-    for line in _SMALLER if smaller else _LINES:
-        if line.key in before:
-            old, new = before[line.key], after[line.key]
-            shown = [old, new] if unrepaired is None else [old, (after | unrepaired)[line.key], new]
-            table.add_row(line.title, *map(line.show, shown), line.change(old, new, line.show))
+    for key, (title, show, kind) in _LINES.items():
+        if key not in before or (smaller and key in ("nonzeros", "flops_sparse")):
+            continue
+        old, new = before[key], after[key]
+        shown = [old, new] if unrepaired is None else [old, (after | unrepaired)[key], new]
+        change = ""
+        if kind == "±":
+            change = ("+" if new >= old else "−") + show(abs(new - old))
+        elif new and (kind == "÷" or smaller):
+            change = f"÷ {old / new:.1f}"
+        table.add_row(title, *map(show, shown), change)
     return table

@@ -213,7 +213,10 @@ class _Estimation:
                 for k, row in enumerate(chunk)
                 if edges
             ]  # gradients at the layers' outputs; weight gradients are never computed
-            columns_of = [dict(plan.uses(calls, [_row(g) for g in grads], size, doubted)) for grads in passes]
+            columns_of = [
+                dict(plan.uses(calls, [g if g is None else g.unsqueeze(0) for g in grads], size, doubted))
+                for grads in passes
+            ]
             self._gradient_factors.clear()
             for name in columns_of[0] if columns_of else ():
                 self._accumulate(name, [uses[name] for uses in columns_of], index, first=number == 0)
@@ -323,10 +326,6 @@ class _Factors:
 def _dimension(use: Outer | Shift) -> int:
     outputs = use.grads.shape[2] // use.groups
     return max(outputs, torch.Size(use.shape).numel() // use.grads.shape[2]) if isinstance(use, Outer) else outputs
-
-
-def _row(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.unsqueeze(0)
 
 
 def _share(batches: Iterable[Any], fraction: float | None, max_samples: int | None) -> float:

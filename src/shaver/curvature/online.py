@@ -259,9 +259,8 @@ class OnlineCurvature:
         first = next((v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.ndim), None)
         if first is None or not len(first):
             return
-        if self.plan is None or self._planned_for == 1 < len(
-            first
-        ):  # one sample does not show which dimension is the batch
+        # one sample does not show which dimension is the batch
+        if self.plan is None or self._planned_for == 1 < len(first):
             with self.paused(), uncompiled():
                 self.plan = plan_for(self._held, model, self._call, (args, kwargs))
             self.rules, self._planned_for = self.plan.labels(), len(first)

@@ -1,6 +1,7 @@
 """Multi-head attention with fewer heads than its embedding has room for."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +25,7 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
             )
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError("attention with add_bias_kv or add_zero_attn cannot lose heads.")
-        separate = module.in_proj_weight is None
-        query, key, value = (
-            (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-            if separate
-            else module.in_proj_weight.chunk(3)
-        )
+        query, key, value = _projections(module)
         module.num_heads = len(query) // module.head_dim
         module.embed_dim, module.kdim, module.vdim = query.shape[1], key.shape[1], value.shape[1]
         module._qkv_same_embed_dim = False  # keeps the fused path of the encoder layer away
@@ -54,14 +50,10 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = key_padding_mask.unsqueeze(0) if key_padding_mask is not None else None
         elif not self.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
-        if self.in_proj_weight is None:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        else:
-            weights = self.in_proj_weight.chunk(3)
         biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
         q, k, v = (
             F.linear(x, w, b).reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
-            for x, w, b in zip(inputs, weights, biases, strict=True)
+            for x, w, b in zip(inputs, _projections(self), biases, strict=True)
         )
         mask = self._additive(q, k, attn_mask, key_padding_mask, is_causal)
         dropout = self.dropout if self.training else 0.0
@@ -99,6 +91,13 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
             padding = _floating(key_padding_mask, q).reshape(batch, 1, 1, keys)
             total = padding if total is None else total + padding
         return total
+
+
+def _projections(module: nn.MultiheadAttention) -> Sequence[Tensor]:
+    """The weights of queries, keys and values, which are stacked unless their inputs differ in width."""
+    if module.in_proj_weight is None:
+        return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+    return module.in_proj_weight.chunk(3)
 
 
 def _floating(mask: Tensor, like: Tensor) -> Tensor:

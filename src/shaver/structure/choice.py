@@ -115,7 +115,9 @@ class Chooser:
     ) -> None:
         if not check_groups(groups, model):
             raise ValueError(f"{type(model).__name__} has no groups of units to choose from.")
-        self._groups, self._how, self._ties = groups, how, dict(ties or {})
+        self._groups, self._how = groups, how
+        labels = dict.fromkeys((ties or {}).values())
+        self._ties = [[name for name, its in (ties or {}).items() if its == label] for label in labels]
         self._costs = None if how.target == "units" else Costs(model, groups, how.target, example)
 
     def choose(
@@ -147,7 +149,13 @@ class Chooser:
 
         most = round(ranking.limit * ranking.total)
         if self._costs is None:
-            kept = keeping(self._units_to_remove(requested, most, ranking.total))
+            count = round(requested * ranking.total)
+            if count > most:
+                raise ValueError(
+                    f"a sparsity of {requested:g} is out of reach: with at least {self._how.min_units} units kept in "
+                    f"each group, {most / ranking.total:.4g} of the {ranking.total} units can be removed."
+                )
+            kept = keeping(count)
             return Choice(kept, "units", requested, 1 - sum(int(k.sum()) for k in kept.values()) / ranking.total)
         dense = self._costs.dense
         goal = (1 - requested) * dense * (1 + 1e-12)
@@ -182,15 +190,6 @@ class Chooser:
                 kept[name][unit] = False
                 del best[name]
 
-    def _units_to_remove(self, requested: float, most: int, total: int) -> int:
-        count = round(requested * total)
-        if count > most:
-            raise ValueError(
-                f"a sparsity of {requested:g} is out of reach: with at least {self._how.min_units} units kept in each "
-                f"group, {most / total:.4g} of the {total} units can be removed."
-            )
-        return count
-
     def _check(self, scores: Mapping[str, Tensor]) -> None:
         if not isinstance(scores, Mapping):
             raise TypeError(f"scores are a dict of one tensor per group, from score_units, not {scores!r}.")
@@ -208,16 +207,12 @@ class Chooser:
                 values[name] = score / self._scale(name, standing)
             if among is not None:
                 values[name] = values[name].masked_fill(~among[name], -math.inf)
-        for tied in self._tied():
+        for tied in self._ties:
             # Tied groups get the same values, the mean at each rank, so that each loses as many units as the others.
             mean = torch.stack([values[name].sort().values for name in tied]).mean(0)
             for name in tied:
                 values[name] = torch.empty_like(mean).scatter_(0, values[name].argsort(stable=True), mean)
         return values
-
-    def _tied(self) -> list[list[str]]:
-        labels = dict.fromkeys(self._ties.values())
-        return [[name for name, its in self._ties.items() if its == label] for label in labels]
 
     def _scale(self, name: str, standing: Tensor) -> float:
         kind = self._how.normalise
@@ -236,7 +231,7 @@ class Chooser:
         for name, keep in kept.items():
             step = _step(self._groups[name], self._how.round_to)
             widths[name] = min(len(keep), -(-int(keep.sum()) // step) * step)
-        for tied in self._tied():
+        for tied in self._ties:
             widths |= dict.fromkeys(tied, max(widths[name] for name in tied))
         return {
             name: Ranking({name: values[name]}).removing(len(keep) - widths[name])[name] for name, keep in kept.items()

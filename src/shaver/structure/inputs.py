@@ -146,7 +146,12 @@ class VariedInputs:
         for dim in range(1, most):
             if not any(value.ndim > dim and value.shape[dim] == 1 for value in _tensors(self._base)):
                 continue
-            yield tree_map(lambda value, dim=dim: _lengthened(value, dim), self._base)
+
+            def longer(value: Any, dim: int = dim) -> Any:
+                is_short = isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == 1
+                return value.repeat_interleave(_LENGTH, dim) if is_short else value
+
+            yield tree_map(longer, self._base)
 
 
 class _Lookups(TorchFunctionMode):
@@ -162,12 +167,6 @@ class _Lookups(TorchFunctionMode):
             weight, index = sorted(args[:2], key=lambda value: not value.is_floating_point())
             self.found.append((index, len(weight)))
         return func(*args, **(kwargs or {}))
-
-
-def _lengthened(value: Any, dim: int) -> Any:
-    if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != 1:
-        return value
-    return value.repeat_interleave(_LENGTH, dim)
 
 
 def _with_positions(value: Any, ndim: int, length: int) -> Any:

@@ -1,6 +1,6 @@
 """The state of optimizers, SpaM and held masks, sliced with the network so that training can go on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from shaver.pruning.masks import Hold, Masks
-from shaver.selection import Dims, Selection, take
+from shaver.selection import Dims, take
 from shaver.structure.record import RemovalRecord
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class TrainingState:
                     if where:
                         sliced[key] = take(value, where)
                 self._states.append((state, sliced))
-        self._masks = _sliced_masks(self.hold.masks, self.record.kept) if self.hold is not None else None
+        held = {} if self.hold is None else self.hold.masks
+        self._masks = Masks({name: take(mask, self.record.kept.get(name)) for name, mask in held.items()})
 
     def put(self) -> None:
         """Put the sliced states in place; called after the network is sliced."""
@@ -81,7 +82,7 @@ class TrainingState:
             self._train(self.model.get_parameter(bias), weight)
         if self.spam is not None:
             self.spam.select(self.record.kept)
-        if self.hold is not None and self._masks is not None:
+        if self.hold is not None:
             self.hold.update(self._masks)
 
     def _train(self, bias: nn.Parameter, weight: Tensor) -> None:
@@ -99,7 +100,3 @@ def _slices(value: object, shape: torch.Size, dims: Dims) -> dict[int, Tensor] |
     if value.ndim != len(shape) or any(n not in (1, full) for n, full in zip(value.shape, shape, strict=True)):
         return None
     return {dim: positions for dim, positions in dims.items() if value.shape[dim] == shape[dim]}
-
-
-def _sliced_masks(masks: Mapping[str, Tensor], kept: Selection) -> Masks:
-    return Masks({name: take(mask, kept.get(name)) for name, mask in masks.items()})

@@ -91,7 +91,7 @@ def refit_config(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selec
     if not kept or not is_pretrained(model):
         return
     old: Any = model.config
-    config = next((one for one in _configs(model, shapes, kept) if _builds(type(model), one, model)), None)
+    config = next((one for one in _configs(model, shapes, kept) if _like(model, one) is not None), None)
     owned = [
         vars(module).get("config") for module in model.modules()
     ]  # kept alive, so that every id stays one object's
@@ -123,8 +123,7 @@ def opens(model: nn.Module) -> bool:
 
 def skeleton(model: nn.Module) -> nn.Module | None:
     """A model of the same class and shapes without weights; None where its configuration does not build it."""
-    built = _built(type(model), deepcopy(model.config))
-    return built if built is not None and _shapes(built) == _shapes(model) else None
+    return _like(model, deepcopy(model.config))
 
 
 def _refused(name: str, *args: Any, **kwargs: Any) -> None:
@@ -161,19 +160,15 @@ def _configs(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selection
         yield config
 
 
-def _builds(kind: Any, config: Any, model: nn.Module) -> bool:
-    """Whether the class makes the model's shapes from a configuration."""
-    built = _built(kind, config)
-    return built is not None and _shapes(built) == _shapes(model)
-
-
-def _built(kind: Any, config: Any) -> nn.Module | None:
+def _like(model: nn.Module, config: Any) -> nn.Module | None:
+    """A model of the same class, without weights, from a configuration; None if its shapes differ."""
+    kind: Any = type(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model: nn.Module = kind(config)
-            return model
+            built: nn.Module = kind(config)
     except Exception:  # a configuration's own checks raise what they like
         return None
+    return built if _shapes(built) == _shapes(model) else None
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -303,7 +303,7 @@ def _line(axis: Any, values: Mapping[float, Estimate], metric: Metric, *, band: 
 
 
 def place(sparsity: float) -> float:
-    """Where a sparsity stands: by the logarithm of what is kept, since what matters happens from 80 % on."""
+    """The position of a sparsity on the axis: logarithmic in the share that is kept, to show the end in detail."""
     return -math.log10(max(1.0 - sparsity, 1e-4))
 
 

@@ -31,7 +31,7 @@ def filter_bank(
         >>> filter_bank({"dense": model, "95 % of weights": pruned, "80 % of units": small}, Path("filters"))
 
     Kernels are tiles, a block of them for each layer; weight matrices are heat maps; both red above and blue below
-    zero, on one scale a layer. The longer side lies across the page. A compact network is drawn at its original size,
+    zero, on one scale per layer. The longer side lies across the page. A compact network is drawn at its original size,
     with what it lost in black.
     """
     weights = {title: weights_of(network) for title, network in networks.items()}
@@ -73,7 +73,7 @@ def layer_bars(
 ) -> list[Path]:
     """Draw how wide and how sparse each layer is in each of several states of one network.
 
-    A layer's width are its outputs of which a weight is left; its sparsity is the share of its weights that is gone.
+    The width of a layer is the number of its outputs with a weight; its sparsity is the share of removed weights.
     """
     weights = {title: weights_of(network) for title, network in networks.items()}
     names = list(next(iter(weights.values())))
@@ -85,7 +85,7 @@ def layer_bars(
         for i, title in enumerate(networks):
             colour = "#c9c9c9" if i == 0 else CYCLE[i - 1]
             places = [row + (i - (len(networks) - 1) / 2) * thick for row in range(len(names))]
-            widths = [_width(weights[title][name]) for name in names]
+            widths = [int((weights[title][name].flatten(1) != 0).any(1).sum()) for name in names]
             shares = [100 * width / len(weights[title][name]) for width, name in zip(widths, names, strict=True)]
             gone = [100 * (1 - float((weights[title][name] != 0).float().mean())) for name in names]
             for axis, values, labels in ((left, shares, map(str, widths)), (right, gone, map("{:.1f}".format, gone))):
@@ -244,10 +244,6 @@ def _caption(axis: Any, name: str, weight: Tensor, *, labelled: bool) -> None:
     if labelled:
         text = f"{name.removesuffix('.weight')}   {' × '.join(map(str, weight.shape))}"
     axis.set_title(text, fontsize=8, pad=3, weight="bold" if labelled else "normal", color="#333333")
-
-
-def _width(weight: Tensor) -> int:
-    return int((weight.flatten(1) != 0).any(1).sum())
 
 
 def _log10(delta: Tensor, weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def terminal(table: Table, width: int) -> Group:
         max(map(len, (head, *(line.labels[i] for line in table.lines)))) + 1 for i, head in enumerate(table.heads)
     )
     first = 0
-    for show in (_with_error, _text, _short):
+    for show in (_with_error, lambda entry: entry.text, lambda entry: entry.short or entry.text):
         widths = [
             max(len(column), *(len(show(line.entries[i])) for line in table.lines)) + 1
             for i, column in enumerate(table.columns)
@@ -117,14 +117,6 @@ def _grouped(lines: Sequence[Line]) -> list[tuple[Line, bool]]:
 
 def _with_error(entry: Entry) -> str:
     return f"{entry.text} ±{entry.error}" if entry.error else entry.text
-
-
-def _text(entry: Entry) -> str:
-    return entry.text
-
-
-def _short(entry: Entry) -> str:
-    return entry.short or entry.text
 
 
 def _styled(text: str, entry: Entry) -> str:

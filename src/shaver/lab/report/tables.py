@@ -111,7 +111,7 @@ def kept(experiment: Experiment, drop: float = 0.01) -> dict[str, float]:
 
 
 def summary_table(experiments: Sequence[Experiment]) -> Table | None:
-    """One line an experiment: how much can go."""
+    """One line per experiment: how much can be removed."""
     reached = [(e, kept(e)) for e in experiments]
     methods = in_order((method for _, found in reached for method in found), METHOD_NAMES)
     if not methods:
@@ -300,7 +300,7 @@ def _entry(found: Estimate | None, metric: Metric) -> Entry:
     if found is None:
         return EMPTY
     short = metric.text(found.mean, 1 if metric.factor == 100 else 2)
-    short = short.split(".")[0] if len(short) > 4 else short  # four characters a column
+    short = short.split(".")[0] if len(short) > 4 else short  # four characters per column
     error = "" if found.error is None else metric.text(found.error)
     return Entry(metric.text(found.mean), short, error, found.mean, found.error)
 

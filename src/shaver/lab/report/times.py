@@ -69,11 +69,9 @@ def scoring_seconds(experiment: Experiment, criterion: str) -> Estimate | None:
 
 def duration(seconds: float) -> str:
     """Three digits and a unit people can compare: “13.1 s”, “293 ms”, “645 µs”."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1 or unit == "µs":
-            value = seconds * factor
-            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    raise AssertionError("unreachable")
+    factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    value = seconds * factor
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def _name(criterion: str) -> str:

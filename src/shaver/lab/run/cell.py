@@ -76,7 +76,8 @@ class _Status:
 
     def __init__(self, path: Path) -> None:
         self._path, self._began, self._last = path, time.time(), 0.0
-        self._fixed = {"pid": os.getpid(), "started": _stamp(self._began), "machine": machine(), "versions": versions()}
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began))
+        self._fixed = {"pid": os.getpid(), "started": started, "machine": machine(), "versions": versions()}
         self.base = 0.0
 
     def __call__(self, note: str, done: int, of: int) -> None:
@@ -93,10 +94,6 @@ class _Status:
         write_json(self._path, facts | {"seconds": round(time.time() - self._began, 2)} | self._fixed)
 
 
-def _stamp(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
 def serve() -> None:
     """Run the cells that standard input names, one per line. End when it closes, even during a cell.
 
@@ -105,9 +102,8 @@ def serve() -> None:
     orders: queue.Queue[str] = queue.Queue()
 
     def listen() -> None:
-        for line in os.fdopen(
-            0, "r", encoding="utf-8"
-        ):  # not sys.stdin: its lock would make the interpreter's end fail
+        # not sys.stdin: its lock would make the interpreter's end fail
+        for line in os.fdopen(0, "r", encoding="utf-8"):
             orders.put(line)
         os._exit(0)
 

@@ -86,7 +86,9 @@ def obtain(
     folder = store / training.key
     store.mkdir(parents=True, exist_ok=True)
     lock = FileLock(store / f"{training.key}.lock")
-    if not lock_now(lock):
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
         report("waiting for another process that trains this network", 0, training.fit["epochs"])
         lock.acquire()
     try:
@@ -99,15 +101,6 @@ def obtain(
         return CachedNetwork(model.eval(), Posterior.load(folder / POSTERIOR), facts), folder
     finally:
         lock.release()
-
-
-def lock_now(lock: FileLock) -> bool:
-    """Take a lock if it is free."""
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return False
-    return True
 
 
 def is_trained(store: Path, training: Training) -> bool:

@@ -14,20 +14,16 @@ from rich.table import Table
 from shaver.lab.recipes.grid import Cell, seconds_by_cell
 from shaver.lab.recipes.recipe import Recipe
 
-#: How many finished cells are shown besides the running ones.
-_SHOWN = 6
 #: Seconds between two lines outside a terminal.
 _SECONDS = 10.0
-_MARKS = {"done": "[green]done[/]", "failed": "[red]failed[/]", "running": "runs", "waiting": "waits"}
 
 
 class Progress:
-    """Shows the running cells, the last finished ones, how many there are, and the time that is left."""
+    """Prints a line for each finished cell, and shows the running ones, how many are done, and the time left."""
 
     def __init__(self, console: Console, recipe: Recipe, cells: list[Cell]) -> None:
         self._console, self._recipe, self._cells = console, recipe, cells
         self._status: dict[str, dict[str, Any]] = {}
-        self._over: list[Cell] = []
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._weights = seconds_by_cell(recipe) or {}
         self._began = self._said = self._idle = time.monotonic()
@@ -54,7 +50,6 @@ class Progress:
         before = self._status.get(cell.key, {}).get("state")
         self._status[cell.key] = status
         if status.get("state") in ("done", "failed") and before != status["state"] and not status.get("earlier"):
-            self._over.append(cell)
             self._say_end(cell, status)
 
     def refresh(self) -> None:
@@ -92,25 +87,19 @@ class Progress:
             self._print(
                 f"[bold red]did not learn[/] {cell.label}: accuracy {100 * status['accuracy']:.1f} %, as by guessing"
             )
-        if self._live is None:
-            place = sum(s.get("state") in ("done", "failed") for s in self._status.values())
-            self._print(f"{place}/{len(self._cells)} {cell.label}, {_duration(status.get('seconds', 0))}{self._left()}")
+        place = sum(s.get("state") in ("done", "failed") for s in self._status.values())
+        self._print(f"{place}/{len(self._cells)} {cell.label}, {_duration(status.get('seconds', 0))}{self._left()}")
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=self._summary(), caption_justify="left")
         table.add_column("cell", overflow="fold")
-        table.add_column("")
         table.add_column("progress", min_width=20)
         table.add_column("doing", overflow="ellipsis", no_wrap=True)
         table.add_column("time", justify="right")
-        active = [cell for cell in self._cells if self._of(cell).get("state") in ("running", "waiting")]
-        for cell in [*self._over[-_SHOWN:], *active]:
-            status = self._status[cell.key]
-            total = status.get("of") or 0
-            bar = ProgressBar(total, status.get("done", 0), width=20) if total else ""
-            note = status.get("note") or first_line(status.get("error", ""))
-            mark = _MARKS.get(status["state"], status["state"])
-            table.add_row(cell.label, mark, bar, note, _duration(status.get("seconds", 0)))
+        for cell in (cell for cell in self._cells if self._of(cell).get("state") in ("running", "waiting")):
+            status = self._of(cell)
+            bar = ProgressBar(status["of"], status.get("done", 0), width=20) if status.get("of") else ""
+            table.add_row(cell.label, bar, status.get("note", "waiting"), _duration(status.get("seconds", 0)))
         return table
 
     def _summary(self) -> str:

@@ -4,7 +4,6 @@ import ast
 import hashlib
 import os
 import platform
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +25,7 @@ def code_version(of: str = "cell") -> str:
     """
     checksum = hashlib.sha256(shaver.__version__.encode())
     for name, path in sorted(imported_modules(_STARTS[of]).items()):
-        checksum.update(name.encode() + _source(path.read_text(encoding="utf-8")).digest)
+        checksum.update(name.encode() + _source(path.read_text(encoding="utf-8"))[0])
     return checksum.hexdigest()[:12]
 
 
@@ -40,21 +39,16 @@ def imported_modules(start: str) -> dict[str, Path]:
             continue
         found[name] = path
         # Python runs the packages around a module first.
-        waiting += [name.rpartition(".")[0], *_source(path.read_text(encoding="utf-8")).imports]
+        waiting += [name.rpartition(".")[0], *_source(path.read_text(encoding="utf-8"))[1]]
     return found
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What one file does and imports."""
-
-    digest: bytes  # of its syntax tree without docstrings
-    # names that may be modules, from everywhere in the file except what only type checkers read
-    imports: tuple[str, ...]
-
-
 @cache
-def _source(text: str) -> _Source:
+def _source(text: str) -> tuple[bytes, tuple[str, ...]]:
+    """A digest of a file's syntax tree without docstrings, and the names in it that may be modules.
+
+    Names are gathered from everywhere in the file except what only type checkers read.
+    """
     tree = ast.parse(text)
     imports: list[str] = []
     waiting: list[ast.AST] = [tree]
@@ -71,7 +65,7 @@ def _source(text: str) -> _Source:
         elif isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler | ast.match_case):
             _drop_docstring(node)
             waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
-    return _Source(hashlib.sha256(ast.dump(tree).encode()).digest(), tuple(dict.fromkeys(imports)))
+    return hashlib.sha256(ast.dump(tree).encode()).digest(), tuple(dict.fromkeys(imports))
 
 
 def _drop_docstring(node: ast.AST) -> None:
@@ -85,13 +79,9 @@ def _drop_docstring(node: ast.AST) -> None:
 def _file_of(module: str) -> Path | None:
     """The file of a module of this package; ``None`` for anything else."""
     package, *parts = module.split(".")
-    return _file(Path(shaver.__file__).parent.joinpath(*parts)) if package == "shaver" else None
-
-
-@cache
-def _file(place: Path) -> Path | None:
+    place = Path(shaver.__file__).parent.joinpath(*parts)
     files = (place / "__init__.py", place.with_suffix(".py"))
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if package == "shaver" and file.is_file()), None)
 
 
 def versions() -> dict[str, str]:
@@ -107,12 +97,8 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """The computer, as far as it matters for times."""
-    return {
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "host": platform.node(),
-    }
+    processor, cores = _processor(), os.cpu_count()
+    return {"platform": platform.platform(), "processor": processor, "cores": cores, "host": platform.node()}
 
 
 def _processor() -> str:

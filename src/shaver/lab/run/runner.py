@@ -45,7 +45,7 @@ _LOCK = ".lock"
 
 @dataclass
 class Outcome:
-    """What came of a study."""
+    """The result of a study."""
 
     folder: Path  # the run folder
     done: int = 0  # cells that are finished, those of earlier calls included
