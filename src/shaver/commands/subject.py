@@ -33,7 +33,6 @@ _BATCH = 256
 DAMAGE = "damage"
 #: Training samples that a repair is calibrated with.
 CALIBRATION = 2048
-_NO_DATA = "give --data NAME ({}), or --data package.module:function for your own"
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,8 @@ def criterion_of(options: NetworkOptions) -> str:
 
 def how_to_give_data() -> str:
     """What to do where data are needed and missing."""
-    return _NO_DATA.format(", ".join(name for name in shaver.data.names() if name != "imdb"))
+    names = ", ".join(name for name in shaver.data.names() if name != "imdb")
+    return f"give --data NAME ({names}), or --data package.module:function for your own"
 
 
 def _likelihood(options: NetworkOptions, trained: TrainedNetwork) -> Likelihood:

@@ -57,16 +57,7 @@ class Copies:
     name: str  # the module's name in the model
     module: nn.Module
     own: str  # the parameter's name in it
-    # number of dimensions of size one between the samples and the parameter's own dimensions; −1 if its first
-    # dimension already stands for the samples, as in a class token (1, 1, D)
-    ones: int
-
-    def expand(self, parameter: Tensor, count: int) -> Tensor:
-        """A view with one copy per sample; the gradient that reaches it is the per-sample gradient."""
-        if self.ones < 0:
-            return parameter.expand(count, *parameter.shape[1:])
-        ones = (1,) * self.ones
-        return parameter.reshape(1, *ones, *parameter.shape).expand(count, *ones, *parameter.shape)
+    ones: int  # see per_sample; −1 for a class token (1, 1, D)
 
 
 @dataclass(frozen=True)
@@ -77,15 +68,23 @@ class Spread:
     """
 
     ndim: int  # Number of dimensions of the shared input. Calls with another input are recorded normally.
-    ones: int  # 0 if the input's first dimension, of size one, stands for the samples; 1 if there is no such dimension
+    ones: int  # −1 if the input's first dimension, of size one, stands for the samples; 0 if there is no such dimension
 
     def fits(self, inputs: Tensor) -> bool:
         """Whether the input of this call has no samples."""
-        return inputs.ndim == self.ndim and (self.ones == 1 or inputs.shape[0] == 1)
+        return inputs.ndim == self.ndim and (self.ones == 0 or inputs.shape[0] == 1)
 
-    def expand(self, values: Tensor, count: int) -> Tensor:
-        """A view with one copy per sample in front."""
-        return values.expand(count, *values.shape[1 - self.ones :])
+
+def per_sample(values: Tensor, count: int, ones: int) -> Tensor:
+    """A view with one copy per sample; the gradient that reaches a copy is the gradient of its sample.
+
+    ``ones`` dimensions of size one are between the samples and the values' own dimensions; −1 if the first of these
+    already stands for the samples.
+    """
+    if ones < 0:
+        return values.expand(count, *values.shape[1:])
+    shape = (*(1,) * ones, *values.shape)
+    return values.reshape(1, *shape).expand(count, *shape)
 
 
 @dataclass
@@ -142,7 +141,7 @@ def _record(
         return None
     is_spread = spread is not None and spread.fits(inputs)
     if spread is not None and is_spread:
-        inputs, output = spread.expand(inputs, count), spread.expand(output, count)
+        inputs, output = per_sample(inputs, count, spread.ones), per_sample(output, count, spread.ones)
     edge = _edge(output)
     if calls and calls[-1].is_functional and calls[-1].edge.node is edge.node:
         calls.pop()  # the F.linear that this layer has just called itself
@@ -154,7 +153,7 @@ def _place(calls: list[Call], raw: Copies, count: int, module: nn.Module, args: 
     """A forward pre-hook that replaces a raw parameter by one copy per sample until the forward pass ends."""
     parameter = module._parameters[raw.own]
     if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-        expanded = raw.expand(parameter, count)
+        expanded = per_sample(parameter, count, raw.ones)
         module.__dict__[raw.own] = expanded  # found before the parameter, which stays registered
         calls.append(Call(raw.name, module, parameter.detach(), get_gradient_edge(expanded), expanded.shape, raw.own))
 
@@ -224,16 +223,12 @@ def uncompiled() -> Iterator[None]:
 
 
 class Functional:
-    """The model as a function of some of its parameters and a batch, through the user's ``forward``.
-
-    Attributes:
-        copies_inputs: Whether the model runs on copies of the batch's tensors, because it changes them in place.
-    """
+    """The model as a function of some of its parameters and a batch, through the user's ``forward``."""
 
     def __init__(self, model: nn.Module, forward: Forward | None) -> None:
         self.model = model
         self.run = forward or forward_of
-        self.copies_inputs = False
+        self.copies_inputs = False  # whether the model runs on copies of the batch, because it changes it in place
 
     def __call__(self, batch: Any) -> Tensor:
         """The outputs for a batch."""
@@ -312,7 +307,7 @@ def take(batch: Any, index: slice | Tensor) -> Any:
 
 def copied(batch: Any) -> Any:
     """The batch with copies of its tensors, for a network that may change its input in place."""
-    return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, batch)
+    return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, batch)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -30,25 +30,17 @@ class Request:
 
 
 class Measurement:
-    """One measured forward pass and its backward pass.
-
-    Attributes:
-        calls: The recorded calls of layers that have a rule.
-        cotangent: The gradient at the outputs that is propagated and squared: that of the loss for EF, the sampled
-            one for MC.
-        backward: Whether the backward pass has reached the outputs.
-        factor: c in loss = c · Σ −log p; 1 if it is not read from the gradient, 0 if no sample has a loss.
-        nll: Σ −log p; NaN if it is neither read from the gradient nor set.
-        left: Parameters for the generic rule.
-    """
+    """One measured forward pass and its backward pass."""
 
     def __init__(self, inputs: tuple[Any, Any], count: int, request: Request, plan: Plan) -> None:
         self.inputs, self.count, self.request, self.plan = inputs, count, request, plan
-        self.calls: list[Call] = []
+        self.calls: list[Call] = []  # of layers that have a rule
+        # the gradient at the outputs that is propagated and squared: that of the loss for EF, the sampled one for MC
         self.cotangent: Tensor | None = None
-        self.backward = False
-        self.factor, self.nll = 0.0, math.nan
-        self.left: list[str] = []
+        self.backward = False  # whether the backward pass has reached the outputs
+        self.factor = 0.0  # c in loss = c · Σ −log p; 1 if it is not read from the gradient, 0 if no sample has a loss
+        self.nll = math.nan  # Σ −log p; NaN if it is neither read from the gradient nor set
+        self.left: list[str] = []  # parameters for the generic rule
         self._outputs: Tensor | None = None
         self._edge: GradientEdge | None = None
         self._caught: dict[int, Tensor | None] = {}  # place of the call → gradient, None once it is squared

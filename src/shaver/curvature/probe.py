@@ -63,16 +63,6 @@ class Probe:
     The weights are copies; the model does not change. They are perturbed because at special weights, such as a
     zero-initialised head, all gradients before the head vanish and a wrong rule would pass the check. Samples that are
     all equal or zero are perturbed for the same reason.
-
-    Attributes:
-        count: The number of samples.
-        samples: Which entries of the batch have one row per sample.
-        weights: The perturbed weights.
-        calls: The recorded calls of ``modules`` and of ``F.linear``.
-        passed: Module name → its calls that have a gradient, with that gradient ``(1, *output shape)``.
-        outputs: The model's outputs.
-        routed: Whether the data may decide which rows a layer receives, as in a mixture of experts.
-        alters_inputs: Whether the network changes its input in place.
     """
 
     def __init__(
@@ -87,7 +77,7 @@ class Probe:
         generator = torch.Generator().manual_seed(0)
         self.weights = {name: _perturbed(p, generator) for name, p in wanted.items()}
         self._recording = Recording(modules, {name: w for name, w in self.weights.items() if w.ndim == 2})
-        self.alters_inputs = False
+        self.alters_inputs = False  # whether the network changes its input in place
         with self.function.placed(self.weights):  # also in backward passes, which may compute activations again
             outputs = self._first_pass(batch)
             self.outputs = outputs.detach()
@@ -100,6 +90,7 @@ class Probe:
             )
         self._graph = outputs
         self._floor = 0.0
+        # module name → its calls that have a gradient, with that gradient (1, *output shape)
         self.passed: dict[str, list[tuple[Call, Tensor]]] = {}
         for call, grad in zip(self.calls, grads, strict=True):
             if grad is not None:
@@ -201,7 +192,9 @@ class Probe:
         given, routing = copied(self.batch), _Routing()
         with described(self.batch), routing, self._recording.of(self.count) as self.calls:
             outputs = self.function(given)
-        self.routed = routing.found
+        self.routed = (
+            routing.found
+        )  # whether the data may decide which rows a layer receives, as in a mixture of experts
         self.alters_inputs = any(isinstance(v, Tensor) and v._version > 0 for v in tree_leaves(given))
         check_outputs(outputs, self.count)
         self._check_independent(outputs.detach())

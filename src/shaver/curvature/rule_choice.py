@@ -124,7 +124,7 @@ class _Chooser:
             return None
         ((layer, own),) = called
         inputs = [call.inputs for call, _ in self.probe.passed[layer]]
-        for ones in (0, 1):
+        for ones in (-1, 0):
             spread = Spread(inputs[0].ndim, ones)
             if len({x.shape for x in inputs}) > 1 or not spread.fits(inputs[0]):
                 continue

@@ -68,7 +68,14 @@ def load_trained(path: str | os.PathLike[str], factory: Factory | str | None = N
         factory: As for :func:`load`, or ``"package.module:function"``.
     """
     stored = read_network(as_path(path))
-    model = stored.rebuild(_imported(factory) if isinstance(factory, str) else factory).eval()
+    if isinstance(factory, str):
+        try:
+            model = stored.rebuild(import_function(factory, "--factory"))
+        except TypeError as error:
+            raise ValueError(f"--factory {factory}: {error}") from error
+    else:
+        model = stored.rebuild(factory)
+    model.eval()
     return TrainedNetwork(model, _posterior(stored, model), stored.config.get("method"), _likelihood(stored))
 
 
@@ -136,21 +143,6 @@ def _state_dict_of_torch(path: Path) -> Mapping[str, Tensor]:
         if isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values()):
             return dict(found)
     raise ValueError(f"{path} holds no state dict, neither at the top nor under {', '.join(map(repr, _NESTED))}.")
-
-
-def _imported(spec: str) -> Factory:
-    function = import_function(spec, "--factory")
-
-    def build() -> nn.Module:
-        try:
-            model = function()
-        except TypeError as error:
-            raise ValueError(f"--factory {spec} could not be called without arguments: {error}.") from error
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"--factory {spec} returned a {type(model).__name__}, not a torch.nn.Module.")
-        return model
-
-    return build
 
 
 def _posterior(stored: StoredNetwork, model: nn.Module) -> Posterior | None:

@@ -17,21 +17,15 @@ from shaver.structure.probe import Change, Probe, everything
 
 
 class Arrivals:
-    """The layers that make channels, and the nodes they reach.
-
-    Attributes:
-        sources: Dense layers, in the order of calls.
-        reach: Layer → the nodes (positions of dimensions) that its outputs reach, and whether they reach the output.
-        summed: For every node, whether several layers are added up there.
-    """
+    """The layers that make channels, and the nodes (positions of dimensions) they reach."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.sources = [layer for layer in probe.order if layer.sort == "dense"]
+        self.sources = [layer for layer in probe.order if layer.sort == "dense"]  # in the order of calls
         self.reach = {layer: probe.reach(layer) for layer in self.sources}
         #: Layers whose outputs can change without the model failing; the others route or select.
         self.free = [layer for layer, seen in self.reach.items() if not seen.failed]
-        self.summed = self._sums()
+        self.summed = self._sums()  # for every node, whether several layers are added up there
 
     def tables(self, layers: list[Layer]) -> dict[Layer, Tensor]:
         """Layer → (channels, nodes it reaches): where each channel arrives."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shaver.batches import Forward, check_values
 from shaver.criteria import PosteriorLike
+from shaver.curvature.capture import copied
 from shaver.measure import Cost, cost
 from shaver.measure.example import Example
 from shaver.naming import check_flags, check_name
@@ -24,7 +25,7 @@ from shaver.repairing.joint import check_passes
 from shaver.structure.choice import Choice, ChoiceOptions, Chooser
 from shaver.structure.config_widths import Ties, evened, expressible
 from shaver.structure.groups import Groups, check_groups, kept_units, mask_units
-from shaver.structure.inputs import check_example, copied
+from shaver.structure.inputs import check_example
 from shaver.structure.removal import remove_units
 from shaver.structure.scores import DAMAGE, score_units
 from shaver.structure.search import find_groups

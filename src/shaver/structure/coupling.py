@@ -19,26 +19,21 @@ TIED = "it shares a tensor, or a layer that reads it, with what may not be remov
 
 
 class Coupling:
-    """The units of a model.
-
-    Attributes:
-        labels: For every node (position of a dimension) the number of its unit, or −1 where it must stay.
-        left_out: Layer → why its outputs are not units.
-        raw: Dimensions of tensors outside the known layers that belong to units.
-    """
+    """The units of a model; with ``residual``, channels that several layers add up to are units, too."""
 
     def __init__(self, arrivals: Arrivals, residual: bool) -> None:
         self.arrivals = arrivals
         self.probe = probe = arrivals.probe
         self.sources, self.reach = arrivals.sources, arrivals.reach
-        self.left_out = dict(probe.left_out)
-        self.raw: list[Axis] = []
+        self.left_out = dict(probe.left_out)  # layer → why its outputs are not units
+        self.raw: list[Axis] = []  # dimensions of tensors outside the known layers that belong to units
         self.frozen = torch.zeros(probe.size, dtype=torch.bool)
         self._reached = sum((seen.reached for seen in self.reach.values()), torch.zeros_like(self.frozen))
         self._freeze(residual)
         live = [layer for layer in self.sources if layer.name not in self.left_out]
         edges = [self._own_edges(layer) for layer in self.sources]
         edges += [self._arrival_edges(layer, table) for layer, table in arrivals.tables(live).items()]
+        # for every node (position of a dimension) the number of its unit, or −1 where it must stay
         self.labels = components(torch.cat(edges, 1) if edges else torch.zeros(2, 0, dtype=torch.long), probe.size)
         self._forbid(self.labels[self.frozen], TIED)
         for layer in live:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import LABELS, check_values, outputs_in
-from shaver.curvature.capture import undisturbed
+from shaver.curvature.capture import copied, undisturbed
 from shaver.io import atomic_path
 from shaver.measure.example import Example, call, samples_of
-from shaver.structure.inputs import check_example, copied, short
+from shaver.structure.inputs import check_example, short
 
 #: The largest difference between the file's outputs and the network's, relative to the largest output.
 TOLERANCE = 1e-5

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from shaver.batches import LABELS, Forward
-from shaver.curvature.capture import undisturbed
+from shaver.curvature.capture import copied, undisturbed
 
 #: Samples of a drawn batch, and the length that a dimension of size 1 is given.
 _SAMPLES, _LENGTH = 2, 3
@@ -196,8 +196,3 @@ def _is_mask(value: Tensor) -> bool:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def copied(batch: Any) -> Any:
-    """Copies of the tensors, so that a network that works in place does not change the user's."""
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)

@@ -57,24 +57,15 @@ class Pass:
 
 
 class Probe:
-    """A model whose layers answer from memory while the ``with`` block lasts.
-
-    Attributes:
-        order: The layers in the order in which the model calls them.
-        left_out: Layers that cannot be probed, and why.
-        tensors: Parameters and buffers by name.
-        nodes: Dimension → number of its first node, and its size.
-        size: Number of nodes.
-        clean: The clean pass.
-    """
+    """A model whose layers answer from memory while the ``with`` block lasts."""
 
     def __init__(self, model: nn.Module, forward: Callable[[Any], Tensor], batch: Any, seconds: float) -> None:
         self.model = model
-        self._known, self.left_out = layers_of(model)
-        self.order: list[Layer] = []
+        self._known, self.left_out = layers_of(model)  # left out: layers that cannot be probed, and why
+        self.order: list[Layer] = []  # in which the model calls its layers
         self.tensors = tensors_of(model)
-        self.nodes: dict[Axis, tuple[int, int]] = {}
-        self.size = 0
+        self.nodes: dict[Axis, tuple[int, int]] = {}  # dimension → number of its first node, and its size
+        self.size = 0  # number of nodes
         for layer in self._known:
             for axis in (*layer.makes, *layer.reads):
                 self.add_nodes(axis)

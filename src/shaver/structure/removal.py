@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shaver.batches import Forward, check_values
-from shaver.curvature.capture import undisturbed
+from shaver.curvature.capture import copied, undisturbed
 from shaver.measure.example import Example, call
 from shaver.pruning.masks import Hold
 from shaver.selection import take
 from shaver.structure.folded_bias import folded_biases, readers_of, recording
 from shaver.structure.groups import Groups, Kept, check_groups, mask_units, tensors_of
-from shaver.structure.inputs import VariedInputs, check_example, copied
+from shaver.structure.inputs import VariedInputs, check_example
 from shaver.structure.record import RemovalRecord, output_dim, record_of, resize
 from shaver.structure.training_state import TrainingState
 

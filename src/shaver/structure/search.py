@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, check_values, outputs_in
+from shaver.curvature.capture import copied
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import call
 from shaver.naming import check_flags, check_name
 from shaver.structure.arrivals import Arrivals
 from shaver.structure.coupling import Coupling
 from shaver.structure.groups import Group, Groups, Kind, Role, Slice
-from shaver.structure.inputs import VariedInputs, check_example, copied, short
+from shaver.structure.inputs import VariedInputs, check_example, short
 from shaver.structure.layers import Axis, Layer, packed_heads
 from shaver.structure.probe import Probe
 
