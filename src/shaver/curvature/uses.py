@@ -47,8 +47,20 @@ class Dense:
         return self.grads[:, start:stop]
 
 
+class _Factored:
+    """What the uses with Kronecker factors share."""
+
+    grads: Tensor
+    groups: int
+
+    def gradient_factor(self, reduce: bool) -> Tensor:
+        """G = Σ b bᵀ over positions (expand), or Σ (Σ_t b)(Σ_t b)ᵀ (reduce)."""
+        grads = self.grads.sum(-1, keepdim=True) if reduce else self.grads
+        return kernels.outer_sum(grads.transpose(0, 1).flatten(0, 1), self.groups)
+
+
 @dataclass
-class Shift:
+class Shift(_Factored):
     """A bias: the gradient is the output gradient summed over positions, g_n = Σ_t b_nt.
 
     Attributes:
@@ -72,13 +84,9 @@ class Shift:
         count = self.grads.shape[1] * (1 if reduce else self.grads.shape[-1])
         return self.grads.new_full((self.groups, 1, 1), count), count
 
-    def gradient_factor(self, reduce: bool) -> Tensor:
-        """G = Σ b bᵀ over positions (expand), or Σ (Σ_t b)(Σ_t b)ᵀ (reduce)."""
-        return _gradient_factor(self.grads, self.groups, reduce)
-
 
 @dataclass
-class Outer:
+class Outer(_Factored):
     """A weight matrix: g_n = Σ_t b_nt a_ntᵀ, with inputs a and output gradients b at T positions.
 
     Attributes:
@@ -169,10 +177,6 @@ class Outer:
             total = part if total is None else total.add_(part)
         assert total is not None
         return total, batch * (1 if reduce else positions)
-
-    def gradient_factor(self, reduce: bool) -> Tensor:
-        """G = Σ b bᵀ over positions (expand), or Σ (Σ_t b)(Σ_t b)ᵀ (reduce)."""
-        return _gradient_factor(self.grads, self.groups, reduce)
 
 
 @dataclass
@@ -313,8 +317,3 @@ class Several:
         for use in self.uses[1:]:
             total = total + use.per_sample(start, stop)
         return total
-
-
-def _gradient_factor(grads: Tensor, groups: int, reduce: bool) -> Tensor:
-    grads = grads.sum(-1, keepdim=True) if reduce else grads
-    return kernels.outer_sum(grads.transpose(0, 1).flatten(0, 1), groups)

@@ -4,6 +4,7 @@ A rule is one function, found by the module's type. It runs after the slicing, c
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,26 +84,32 @@ def _blocks_left(dims: Dims, size: int, blocks: int, what: str) -> int:
     return len(counts)
 
 
-@register_surgery(nn.Linear)
-def _linear(module: nn.Linear, kept: Selection) -> None:
-    module.out_features, module.in_features = module.weight.shape
+def _named_sizes(names: tuple[str, ...], module: Any, kept: Selection) -> None:
+    """Attributes that are the sizes of the weight, in order."""
+    for name, size in zip(names, module.weight.shape, strict=True):
+        setattr(module, name, size)
 
 
-@register_surgery(nn.Bilinear)
-def _bilinear(module: nn.Bilinear, kept: Selection) -> None:
-    module.out_features, module.in1_features, module.in2_features = module.weight.shape
+_SIZES: dict[type[nn.Module] | str, tuple[str, ...]] = {
+    nn.Linear: ("out_features", "in_features"),
+    nn.Bilinear: ("out_features", "in1_features", "in2_features"),
+    nn.Embedding: ("num_embeddings", "embedding_dim"),
+    nn.EmbeddingBag: ("num_embeddings", "embedding_dim"),
+    nn.PReLU: ("num_parameters",),
+    "Conv1D": ("nx", "nf"),  # the linear layer of GPT-2
+}
+for _kind, _names in _SIZES.items():
+    register_surgery(_kind)(partial(_named_sizes, _names))
 
 
-@register_surgery(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def _convolution(module: nn.Conv2d, kept: Selection) -> None:
-    module.groups = _blocks_left(kept.get("weight", {}), module.out_channels, module.groups, "groups")
-    module.out_channels, module.in_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
-
-
-@register_surgery(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-def _transposed_convolution(module: nn.ConvTranspose2d, kept: Selection) -> None:
-    module.groups = _blocks_left(kept.get("weight", {}), module.in_channels, module.groups, "groups")
-    module.in_channels, module.out_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
+@register_surgery(nn.modules.conv._ConvNd)
+def _convolution(module: Any, kept: Selection) -> None:
+    first, second = "out_channels", "in_channels"
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        first, second = second, first
+    module.groups = _blocks_left(kept.get("weight", {}), getattr(module, first), module.groups, "groups")
+    setattr(module, first, module.weight.shape[0])
+    setattr(module, second, module.weight.shape[1] * module.groups)
 
 
 @register_surgery(nn.modules.batchnorm._NormBase)
@@ -122,21 +129,6 @@ def _group_norm(module: nn.GroupNorm, kept: Selection) -> None:
     module.num_channels = len(module.weight)
 
 
-@register_surgery(nn.Embedding, nn.EmbeddingBag)
-def _embedding(module: nn.Embedding, kept: Selection) -> None:
-    module.num_embeddings, module.embedding_dim = module.weight.shape
-
-
-@register_surgery(nn.PReLU)
-def _prelu(module: nn.PReLU, kept: Selection) -> None:
-    module.num_parameters = len(module.weight)
-
-
 @register_surgery(nn.MultiheadAttention)
 def _multihead_attention(module: nn.MultiheadAttention, kept: Selection) -> None:
     SlimMultiheadAttention.adopt(module)
-
-
-@register_surgery("Conv1D")  # the linear layer of GPT-2
-def _conv1d(module: Any, kept: Selection) -> None:
-    module.nx, module.nf = module.weight.shape
