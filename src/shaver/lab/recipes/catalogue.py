@@ -7,8 +7,9 @@ recipe uses the networks that another one has trained.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from shaver.lab.recipes.recipe import PAPER_SPARSITIES, SCALES, Recipe, Stage, Task
+from shaver.lab.recipes.recipe import PAPER_SPARSITIES, SCALES, Recipe, Stage
 from shaver.lab.recipes.tasks import TASKS
 from shaver.naming import check_name
 
@@ -25,74 +26,56 @@ _HEADS_AND_WIDTHS = Stage("structured", ("opd", "magnitude", "random"), (0.25, 0
 _ALL_PRIORS = ("parameter", "unit", "layer", "scalar")
 
 
-def _tasks(scale: str, *names: str) -> tuple[Task, ...]:
-    return tuple(TASKS[name, scale] for name in names)
+#: ``make(name, scale)``.
+_Make = Callable[[str, str], Recipe]
 
 
-def _curvatures(scale: str, tasks: tuple[Task, ...], structures: tuple[str, ...] = ("diag",)) -> tuple[str, ...]:
-    """The paper's source at its scale; Monte-Carlo samples at ours, for both structures."""
-    source = tasks[0].source if scale == "paper" else "mc"
-    return tuple(f"{structure}-{source}" for structure in structures)
+def _experiment(
+    title: str,
+    paper: str,
+    *tasks: str,
+    large: tuple[str, ...] = (),
+    structures: tuple[str, ...] = ("diag",),
+    **rest: Any,
+) -> _Make:
+    """A recipe of some tasks, and of some large ones at the paper's scale, with further settings of :class:`Recipe`."""
 
-
-def _unstructured(name: str, paper: str, seeds: int = 3) -> Callable[[str], Recipe]:
-    def make(scale: str) -> Recipe:
-        tasks = _tasks(scale, name)
-        title = f"Unstructured pruning: {tasks[0].title}"
-        count = 4 if scale == "paper" else seeds
-        return Recipe(name, title, paper, scale, tasks, curvatures=_curvatures(scale, tasks), seeds=count)
+    def make(name: str, scale: str) -> Recipe:
+        chosen = tuple(TASKS[task, scale] for task in (*tasks, *(large if scale == "paper" else ())))
+        # the paper's source at its scale; Monte-Carlo samples at ours, for both structures
+        source = chosen[0].source if scale == "paper" else "mc"
+        settings = {"curvatures": tuple(f"{structure}-{source}" for structure in structures)} | rest
+        return Recipe(name, title.format(chosen[0].title), paper, scale, chosen, **settings)
 
     return make
 
 
-def _language(name: str, paper: str, methods: tuple[str, ...] = ("map", "spam")) -> Callable[[str], Recipe]:
+def _unstructured(paper: str, seeds: int = 3) -> _Make:
+    def make(name: str, scale: str) -> Recipe:
+        count = 4 if scale == "paper" else seeds
+        return _experiment("Unstructured pruning: {}", paper, name, seeds=count)(name, scale)
+
+    return make
+
+
+def _language(paper: str, methods: tuple[str, ...] = ("map", "spam")) -> _Make:
     """Curves of pruned language models; heads and widths of encoders are removed as well."""
 
-    def make(scale: str) -> Recipe:
-        tasks = _tasks(scale, name)
+    def make(name: str, scale: str) -> Recipe:
         stages = (_LANGUAGE, _TWO_STEPS, *((_HEADS_AND_WIDTHS,) if "gpt" not in name else ()))
-        return Recipe(
-            name, f"Language: {tasks[0].title}", paper, scale, tasks, methods=methods,
-            curvatures=_curvatures(scale, tasks), seeds=4 if scale == "paper" else 1, stages=stages, curves=False,
-        )  # fmt: skip
+        settings: dict[str, Any] = {"methods": methods, "seeds": 4 if scale == "paper" else 1, "stages": stages}
+        return _experiment("Language: {}", paper, name, curves=False, **settings)(name, scale)
 
     return make
 
 
-def _priors(scale: str) -> Recipe:
-    large = ("mixer-mnist", "resnet-cifar10") if scale == "paper" else ()
-    tasks = _tasks(scale, "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion", *large)
-    return Recipe(
-        "priors", "Priors and curvatures: four priors × diagonal and KFAC, OPD and GraSP",
-        "Figures 4, B2 and B3, Tables B1 and B2",
-        scale, tasks, priors=_ALL_PRIORS, curvatures=_curvatures(scale, tasks, ("diag", "kron")),
-    )  # fmt: skip
-
-
-def _uncertainty(scale: str) -> Recipe:
-    tasks = _tasks(scale, "resnet-cifar10", "lenet-mnist", "lenet-fashion")
-    title = "Uncertainty: NLL, ECE and Brier score over sparsity"
-    return Recipe("uncertainty", title, "Figure 3, Table B3", scale, tasks, curvatures=_curvatures(scale, tasks))
-
-
-def _finetuning(scale: str) -> Recipe:
-    tasks = _tasks(scale, "fcn-mnist", "lenet-mnist", "lenet-fashion")
+def _finetuning(name: str, scale: str) -> Recipe:
     tuned = Stage("finetuned", _FEW_CRITERIA, _FEW_SPARSITIES, epochs=5 if scale == "paper" else 2)
-    return Recipe(
-        "finetuning", "One shot against fine-tuned", "Figure B4", scale, tasks,
-        curvatures=_curvatures(scale, tasks), stages=(Stage(), tuned),
-    )  # fmt: skip
+    tasks = ("fcn-mnist", "lenet-mnist", "lenet-fashion")
+    return _experiment("One shot against fine-tuned", "Figure B4", *tasks, stages=(Stage(), tuned))(name, scale)
 
 
-def _online(scale: str) -> Recipe:
-    tasks = _tasks(scale, "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion", "lenet-cifar10")
-    return Recipe(
-        "online", "Online against post hoc", "Figure B5", scale, tasks, curvatures=_curvatures(scale, tasks),
-        stages=(Stage(), Stage("online", ("opd", "magnitude"), _FEW_SPARSITIES)),
-    )  # fmt: skip
-
-
-def _record(name: str, task: str, *compressions: float) -> Callable[[str], Recipe]:
+def _record(task: str, *compressions: float) -> _Make:
     """Pruning to the published compressions, all weights and biases counted, in one training from random weights.
 
     Weights and biases are removed until half of the training, and δ is learned as long. Then the masks are held, and
@@ -100,7 +83,7 @@ def _record(name: str, task: str, *compressions: float) -> Callable[[str], Recip
     """
     sparsities = tuple(1 - 1 / times for times in compressions)
 
-    def make(scale: str) -> Recipe:
+    def make(name: str, scale: str) -> Recipe:
         online = {"biases": True, "debias": True, "start": 0.05, "end": 0.5}
         spam = {"burn_in": 0.05, "freeze": 0.5}
         chosen = replace(TASKS[task, scale], note="", source="mc", batch_size=64, spam=spam, online=online)
@@ -113,100 +96,86 @@ def _record(name: str, task: str, *compressions: float) -> Callable[[str], Recip
     return make
 
 
-def _lasso(scale: str) -> Recipe:
-    tasks = _tasks(scale, "fcn-mnist", "lenet-mnist")
-    return Recipe(
-        "l1", "L1 against SpaM and MAP", "Figure B6", scale, tasks,
-        methods=("map", "spam", "l1"), curvatures=_curvatures(scale, tasks),
-    )  # fmt: skip
-
-
-def _structured(scale: str) -> Recipe:
-    tasks = _tasks(scale, "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion")
-    return Recipe(
-        "structured", "Structured pruning and its Pareto front: accuracy over FLOPs and bytes", "Figures 5 and 6",
-        scale, tasks, priors=("unit",), curvatures=_curvatures(scale, tasks), stages=(_STRUCTURED,),
-    )  # fmt: skip
-
-
-def _compression(scale: str) -> Recipe:
-    tasks = _tasks(scale, "fcn-cancer", "lenet-fashion")
-    return Recipe(
-        "compression", "Compression: bytes and FLOPs, structured beside unstructured", "Figures B11 and B12",
-        scale, tasks, methods=("spam",), priors=("parameter", "unit"), curvatures=_curvatures(scale, tasks),
-        stages=(Stage(), _STRUCTURED),
-    )  # fmt: skip
-
-
-def _runtime(scale: str) -> Recipe:
+def _runtime(name: str, scale: str) -> Recipe:
     """Times are those of cells side by side, as always; ``--processes 1`` gives each the machine for itself."""
-    tasks = _tasks(scale, "fcn-mnist", "lenet-mnist", "vit-mnist")
-    if scale == "cpu":
-        tasks = tuple(replace(task, epochs=3, note=f"3 epochs, to time them; {task.note}") for task in tasks)
-    return Recipe(
-        "runtime", "Run time of MAP, EF, GGN and KFAC, and of each criterion", "Table D5, Figure D13", scale, tasks,
-        curvatures=("diag-mc", "diag-ef", "diag-ggn", "kron-mc", "kron-ggn"), seeds=1,
+    title, paper = "Run time of MAP, EF, GGN and KFAC, and of each criterion", "Table D5, Figure D13"
+    curvatures = ("diag-mc", "diag-ef", "diag-ggn", "kron-mc", "kron-ggn")
+    recipe = _experiment(
+        title, paper, "fcn-mnist", "lenet-mnist", "vit-mnist", curvatures=curvatures, seeds=1,
         stages=(Stage(sparsities=(0.95,)),), curves=False,
-    )  # fmt: skip
+    )(name, scale)  # fmt: skip
+    if scale == "paper":
+        return recipe
+    tasks = tuple(replace(task, epochs=3, note=f"3 epochs, to time them; {task.note}") for task in recipe.tasks)
+    return replace(recipe, tasks=tasks)
 
 
-def _curves(scale: str) -> Recipe:
-    tasks = _tasks(scale, "fcn-mnist", "lenet-mnist", "lenet-fashion")
-    return Recipe(
-        "curves", "Training curves of MAP and SpaM under all priors and curvatures", "Figure B1", scale, tasks,
-        priors=_ALL_PRIORS, curvatures=_curvatures(scale, tasks, ("diag", "kron")),
-    )  # fmt: skip
-
-
-def _filters(scale: str) -> Recipe:
-    tasks = _tasks(scale, "lenet-fashion")
-    return Recipe(
-        "filters", "Pictures of filters and neurons at 95 %, parameter-wise and unit-wise", "Figure B10", scale, tasks,
-        priors=("parameter", "unit"), curvatures=_curvatures(scale, tasks), seeds=1,
-    )  # fmt: skip
-
-
-def _demo(scale: str) -> Recipe:
-    cancer, digits = _tasks(scale, "demo-cancer", "demo-digits")
+def _demo(name: str, scale: str) -> Recipe:
+    cancer, digits = (TASKS[task, scale] for task in ("demo-cancer", "demo-digits"))
     structured = Stage("structured", ("opd", "magnitude", "random"), (0.3, 0.5, 0.6, 0.7, 0.8))
     own = {"methods": ("spam",), "priors": ("unit",), "seeds": 1, "stages": (structured,)}
     units = replace(digits, name="demo-units", title=f"{digits.title}, whole units removed", own=own)
     stage = Stage(sparsities=tuple(sorted((*PAPER_SPARSITIES, 0.98))))
     tasks = (digits, units, cancer)  # the longest trainings first: no core is idle at the end
-    return Recipe("demo", "Two small networks, pruned", "not there", scale, tasks, stages=(stage,), curves=False)
+    return Recipe(name, "Two small networks, pruned", "not there", scale, tasks, stages=(stage,), curves=False)
 
 
-_RECIPES: dict[str, Callable[[str], Recipe]] = {
+_RECIPES: dict[str, _Make] = {
     "demo": _demo,
-    "fcn-cancer": _unstructured("fcn-cancer", "Figure 2", seeds=20),
-    "fcn-mnist": _unstructured("fcn-mnist", "Figure 2"),
-    "lenet-mnist": _unstructured("lenet-mnist", "Figure 2, Table B1"),
-    "lenet-fashion": _unstructured("lenet-fashion", "Figure 2"),
-    "lenet-cifar10": _unstructured("lenet-cifar10", "Figure 2"),
-    "mixer-mnist": _unstructured("mixer-mnist", "Figure 2, Table B2"),
-    "resnet-cifar10": _unstructured("resnet-cifar10", "Table 1, Figure 2"),
-    "wrn-cifar10": _unstructured("wrn-cifar10", "Figure B7"),
-    "wrn-cifar100": _unstructured("wrn-cifar100", "Figure B7"),
-    "vit-mnist": _unstructured("vit-mnist", "Figure B8"),
-    "distilbert-imdb": _language("distilbert-imdb", "DistilBERT on IMDB, Table D4"),
-    "gpt2-imdb": _language("gpt2-imdb", "GPT-2 on IMDB, Table D4", methods=("map",)),
-    "minilm-imdb": _language("minilm-imdb", "stands in for DistilBERT on IMDB"),
-    "small-gpt-imdb": _language("small-gpt-imdb", "stands in for GPT-2 on IMDB"),
-    "small-gpt-words": _language("small-gpt-words", "not there"),
-    "record-300-100": _record("record-300-100", "lenet-300-100", 68, 100),
-    "record-caffe": _record("record-caffe", "lenet-caffe", 280, 400),
-    "record-lenet": _record("record-lenet", "lenet-mnist", 100),
-    "priors": _priors,
-    "uncertainty": _uncertainty,
+    "fcn-cancer": _unstructured("Figure 2", seeds=20),
+    "fcn-mnist": _unstructured("Figure 2"),
+    "lenet-mnist": _unstructured("Figure 2, Table B1"),
+    "lenet-fashion": _unstructured("Figure 2"),
+    "lenet-cifar10": _unstructured("Figure 2"),
+    "mixer-mnist": _unstructured("Figure 2, Table B2"),
+    "resnet-cifar10": _unstructured("Table 1, Figure 2"),
+    "wrn-cifar10": _unstructured("Figure B7"),
+    "wrn-cifar100": _unstructured("Figure B7"),
+    "vit-mnist": _unstructured("Figure B8"),
+    "distilbert-imdb": _language("DistilBERT on IMDB, Table D4"),
+    "gpt2-imdb": _language("GPT-2 on IMDB, Table D4", methods=("map",)),
+    "minilm-imdb": _language("stands in for DistilBERT on IMDB"),
+    "small-gpt-imdb": _language("stands in for GPT-2 on IMDB"),
+    "small-gpt-words": _language("not there"),
+    "record-300-100": _record("lenet-300-100", 68, 100),
+    "record-caffe": _record("lenet-caffe", 280, 400),
+    "record-lenet": _record("lenet-mnist", 100),
+    "priors": _experiment(
+        "Priors and curvatures: four priors × diagonal and KFAC, OPD and GraSP",
+        "Figures 4, B2 and B3, Tables B1 and B2", "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion",
+        large=("mixer-mnist", "resnet-cifar10"), structures=("diag", "kron"), priors=_ALL_PRIORS,
+    ),
+    "uncertainty": _experiment(
+        "Uncertainty: NLL, ECE and Brier score over sparsity", "Figure 3, Table B3",
+        "resnet-cifar10", "lenet-mnist", "lenet-fashion",
+    ),
     "finetuning": _finetuning,
-    "online": _online,
-    "l1": _lasso,
-    "structured": _structured,
-    "compression": _compression,
+    "online": _experiment(
+        "Online against post hoc", "Figure B5",
+        "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion", "lenet-cifar10",
+        stages=(Stage(), Stage("online", ("opd", "magnitude"), _FEW_SPARSITIES)),
+    ),
+    "l1": _experiment(
+        "L1 against SpaM and MAP", "Figure B6", "fcn-mnist", "lenet-mnist", methods=("map", "spam", "l1")
+    ),
+    "structured": _experiment(
+        "Structured pruning and its Pareto front: accuracy over FLOPs and bytes", "Figures 5 and 6",
+        "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion", priors=("unit",), stages=(_STRUCTURED,),
+    ),
+    "compression": _experiment(
+        "Compression: bytes and FLOPs, structured beside unstructured", "Figures B11 and B12",
+        "fcn-cancer", "lenet-fashion", methods=("spam",), priors=("parameter", "unit"), stages=(Stage(), _STRUCTURED),
+    ),
     "runtime": _runtime,
-    "curves": _curves,
-    "filters": _filters,
-}
+    "curves": _experiment(
+        "Training curves of MAP and SpaM under all priors and curvatures", "Figure B1",
+        "fcn-mnist", "lenet-mnist", "lenet-fashion", structures=("diag", "kron"), priors=_ALL_PRIORS,
+    ),
+    "filters": _experiment(
+        "Pictures of filters and neurons at 95 %, parameter-wise and unit-wise", "Figure B10",
+        "lenet-fashion", priors=("parameter", "unit"), seeds=1,
+    ),
+}  # fmt: skip
 
 
 def recipe_names() -> list[str]:
@@ -220,4 +189,4 @@ def get_recipe(name: str, scale: str = "cpu") -> Recipe:
     Raises:
         ValueError: Unknown name or scale, with the nearest match.
     """
-    return _RECIPES[check_name("recipe", name, _RECIPES)](check_name("scale", scale, SCALES))
+    return _RECIPES[check_name("recipe", name, _RECIPES)](name, check_name("scale", scale, SCALES))
