@@ -166,6 +166,14 @@ class Prior:
         """A prior with the current δ that later updates do not change; shares memory until then."""
         return Prior(self.kind, [replace(f) for f in self.factors], self.bounds)
 
+    def restore(self, name: str, earlier: "Prior") -> bool:
+        """Give one parameter the δ of a snapshot. False, and no change, if it shares its δ with other parameters."""
+        if any(len(factor.layouts) > 1 for factor in self._of[name]):
+            return False
+        for factor, old in zip(self._of[name], earlier._of[name], strict=True):
+            factor.values = old.values
+        return True
+
     def select(self, kept: Selection, added: Mapping[str, Tensor] | None = None, init: float = 1.0) -> "Prior":
         """The prior of a smaller network: each kept weight keeps its δ.
 

@@ -23,7 +23,7 @@ from shaver.evidence.noise import NoiseLearner
 from shaver.invariance import ScaleFree, kept_norms
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_count, check_name
-from shaver.priors import Grouping, make_prior
+from shaver.priors import Grouping, Prior, make_prior
 from shaver.ranks import Ranks, held_parameters, unwrapped
 from shaver.selection import Selection, take
 from shaver.settings import IDLE, Settings, settings_for
@@ -110,6 +110,7 @@ class SpaM:
         self._delta: dict[Tensor, Tensor] = {}
         self._emptied: set[str] = set()
         self._exempt: dict[str, Tensor] = {}
+        self._kept: set[str] = set()
         self._has_warned = self._is_frozen = False
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
@@ -351,16 +352,23 @@ class SpaM:
             return
         before, rows = self.prior.snapshot(), self._held.rows()
         with torch.enable_grad():
-            posterior = improve(self.prior, curvature, rows, method=settings.method, temperature=temperature)
+            # Proposition 1, the paper's, would hold the δ of a tensor together; see the page on defaults
+            projected = settings.method == "gradient"
+            posterior = improve(
+                self.prior, curvature, rows, method=settings.method, temperature=temperature, projected=projected
+            )
         scale = self.noise.update(curvature, lambda: self._held.total(posterior.effective_parameters)[0], temperature)
         if scale is not None and self.online is not None:
             self.online.rescale(scale, curvature.log_likelihood)
         self._held.decide_together([factor.values for factor in self.prior.factors])
+        diagonal = curvature.diagonal()
+        self._keep_matrices(before, diagonal)
         if settings.shrink and self.updates:
+            power = settings.shrink if self.online is None else settings.share(self._between)
             scale_free = self.scale_free.by_parameter
-            for name, h in curvature.diagonal().items():
+            for name, h in diagonal.items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
-                factor = shrink_factor(h / temperature, old, new, settings.shrink)
+                factor = shrink_factor(h / temperature, old, new, power)
                 if name in self._exempt:
                     factor = factor.masked_fill(self._exempt[name], 1.0)
                 with kept_norms([self.theta[name]], scale_free):
@@ -368,6 +376,31 @@ class SpaM:
         self.updates += 1
         self._warn_of_empty_matrices(rows)
         self._warn_of_harm(posterior)
+
+    def _keep_matrices(self, before: Prior, diagonal: dict[str, Tensor]) -> None:
+        """Undo the update of δ for each weight matrix that would be left with less than one effective weight.
+
+        A layer without effect cuts the network in two, and its weights get no gradient to come back. Warns once per
+        matrix.
+        """
+        names = [name for name, parameter in self.theta.items() if parameter.ndim > 1]
+
+        def effective(prior: Prior, name: str) -> float:
+            h = diagonal[name] / self.settings.temperature
+            return float((h / (h + prior.delta_of(name))).sum())
+
+        left = self._held.total(*(effective(self.prior, name) for name in names))
+        few = [name for name, sum_ in zip(names, left, strict=True) if sum_ < 1]
+        had = self._held.total(*(effective(before, name) for name in few))
+        for name, now, sum_ in zip(few, had, (left[names.index(name)] for name in few), strict=True):
+            if now > sum_ and self.prior.restore(name, before) and now >= 1 and name not in self._kept:
+                self._kept.add(name)
+                warnings.warn(
+                    f"learning δ would remove every weight of {name!r}: at step {self.steps} its effective number of "
+                    f"weights would fall from {now:.3g} to {sum_:.2g}. SpaM keeps the δ that it has. If the layer "
+                    "matters, lower the learning rate or the temperature, or pass shrink=0.",
+                    stacklevel=5,
+                )
 
     def _warn_of_harm(self, posterior: Posterior) -> None:
         """If the loss rose or the evidence fell over several updates, hold back; warn the second time."""

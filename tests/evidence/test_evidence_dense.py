@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shaver.evidence import Posterior
+from shaver.curvature.blocks import Curvature, DiagonalBlock
+from shaver.evidence import Posterior, improve
 from tests.evidence.evidence_cases import (
     KINDS,
     STRUCTURES,
@@ -82,3 +83,36 @@ def test_one_precision_a_tensor_is_exact_even_where_eigenvalues_coincide():
         for _, b in curvature
     )
     close(Posterior(curvature, 0.7, theta).log_det, exact)
+
+
+def test_proposition_1_holds_the_precisions_of_a_tensor_together():
+    """Without data the evidence is the same for every δ. The projected one falls as they become different."""
+    theta = {name: torch.zeros_like(value) for name, value in make_theta().items()}
+    curvature = make_curvature("kron", size=1e-12)
+    values = {}
+    for spread in (0.0, 1.0, 2.0):
+        posterior = Posterior(curvature, random_prior("parameter", spread=spread), theta)
+        values[spread] = posterior.log_evidence - curvature.log_likelihood
+        exact = sum(d.expand(theta[name].shape).log().sum() for name, d in posterior.delta().items())
+        for name, block in curvature:
+            delta = posterior.delta()[name].expand(block.shape).flatten()
+            H = torch.block_diag(*[H for H, _ in dense_factors(block)])
+            exact = exact - torch.logdet(H + torch.diag(delta))
+        assert abs(float(exact)) < 1e-6
+    assert values[0.0] > -1e-6
+    assert values[2.0] < values[1.0] - 1 < values[0.0] - 2
+
+
+@pytest.mark.parametrize("kind", ["unit", "parameter"])
+def test_without_projection_precisions_follow_the_factors_diagonal(kind):
+    theta, curvature = make_theta(), make_curvature("kron")
+    diagonal = Curvature({name: DiagonalBlock(h) for name, h in curvature.diagonal().items()}, -37.5, 50, "diag", "ggn")
+    found, expected = random_prior(kind), random_prior(kind)
+    improve(found, curvature, theta, projected=False, steps=200)
+    improve(expected, diagonal, theta, steps=200)
+    for name, delta in expected.delta().items():
+        close(found.delta()[name], delta)
+    together = random_prior(kind)
+    improve(together, curvature, theta, steps=200)
+    weight = "conv.weight"
+    assert together.delta()[weight].log().std() < 0.8 * found.delta()[weight].log().std()

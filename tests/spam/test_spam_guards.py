@@ -13,10 +13,20 @@ from tests.spam.toys import N, blobs, mlp, sgd, split, train
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"), [(None, (10, 50)), (10_000, (10, 50)), (417, (10, 50)), (24, (1, 2)), (3, (1, 1))]
+    ("steps", "expected"),
+    [(None, (10, 50)), (10_000, (10, 50)), (2000, (10, 30)), (800, (4, 12)), (24, (1, 2)), (3, (1, 1))],
 )
 def test_a_short_training_looks_and_learns_more_often(steps: int | None, expected: tuple[int, int]):
     assert Settings().pace(steps) == expected
+
+
+def test_frequent_updates_move_the_weights_less():
+    shares = [Settings().share(update) for update in (1, 5, 13, 50)]
+    assert shares == sorted(shares)
+    assert shares[-1] == Settings().share(200) == Settings().shrink
+    per_step = 1 - (1 - Settings().shrink) ** (1 / 50)
+    assert per_step < shares[0] < Settings().shrink
+    assert (Settings(shrink=1.0).share(1), Settings(shrink=0.0).share(1)) == (1.0, 0.0)
 
 
 def test_delta_is_learned_even_in_a_few_steps():
@@ -125,6 +135,36 @@ def test_a_matrix_that_becomes_zero_is_named():
 
     with pytest.warns(UserWarning, match="every weight of '0.weight'.* is zero after step"):
         steps()
+
+
+@pytest.mark.parametrize("prior", ["parameter", "unit", "layer", "scalar"])
+def test_a_matrix_that_an_update_would_remove_keeps_its_precision(prior: str):
+    """The first layer's weights are so small that the evidence prefers none of them."""
+    model, (x, y) = mlp(), blobs()
+    spam = SpaM(model, N, prior=prior, every=1, update=1, burn_in=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        spam.step(optimizer)
+
+    step()
+    with torch.no_grad():
+        model[0].weight.mul_(1e-9)
+    before, other = spam.prior.delta_of("0.weight").clone(), spam.prior.delta_of("2.weight").clone()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step()
+    about = [str(w.message) for w in said if "would remove every weight of '0.weight'" in str(w.message)]
+    assert not torch.equal(spam.prior.delta_of("2.weight"), other), "the rest goes on learning"
+    if prior == "scalar":  # one precision for all cannot be kept for one matrix
+        assert not about
+    else:
+        torch.testing.assert_close(spam.prior.delta_of("0.weight"), before, rtol=1e-6, atol=0.0)
+        assert len(about) == 1
+        assert "at step 2 its effective number of weights would fall from" in about[0]
 
 
 def test_print_says_how_far_it_is():

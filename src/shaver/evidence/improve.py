@@ -8,6 +8,10 @@ the same maximum. With γ_g = Σ_{p∈g} γ_p, q_g = Σ_{p∈g} δ_p θ_p² and 
   groups are independent given the other factor, the half step never overshoots and at least halves the distance.
 * EM's δ_g ← δ_g n_g / (n_g − γ_g + q_g). It is shorter and can never lower the evidence. Where Proposition 1 couples
   the groups, it replaces MacKay's update whenever that would lower the evidence.
+
+Proposition 1 mixes the δ of a tensor before the determinant: δ̂ = M δ, where rows and columns of M sum to 1. So
+Σ log δ̂ ≥ Σ log δ, with equality only if all δ are equal. Where the data say nothing (H = 0), the true evidence does not
+depend on δ, but the projected one falls as the δ of a tensor become different. That keeps δ from telling weights apart.
 """
 
 import math
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import check_network
-from shaver.curvature.blocks import Curvature
+from shaver.curvature.blocks import Curvature, DiagonalBlock
 from shaver.evidence.basis import Basis, DiagonalBasis, make_bases
 from shaver.evidence.posterior import Posterior, occam
 from shaver.naming import check_name, shown
@@ -40,6 +44,7 @@ def improve(
     steps: int | None = None,
     lr: float = 0.1,
     temperature: float = 1.0,
+    projected: bool = True,
 ) -> Posterior:
     """Update the prior's δ in place to maximise the evidence at these weights. The evidence never falls.
 
@@ -56,6 +61,9 @@ def improve(
         steps: Maximum number of steps. Default: 30 for the fixed point, which stops once converged; 100 for Adam.
         lr: Adam's learning rate in log δ.
         temperature: T: H counts 1/T times.
+        projected: For Kronecker curvature where δ differs within a tensor. True: the evidence of the paper's
+            Proposition 1, which holds δ of a tensor together. False: γ_p = h_p / (h_p + δ_p) with h = diag(A ⊗ G), so
+            that each δ follows its own weight.
 
     Returns:
         The posterior under the improved prior.
@@ -72,6 +80,12 @@ def improve(
     bases = make_bases(curvature, temperature)
     for factors in prior.parts:
         part = _Part(prior, factors, bases, posterior.theta)
+        if part.is_coupled and not projected:
+            apart: dict[str, Basis] = {
+                name: DiagonalBasis(name, DiagonalBlock(curvature.blocks[name].diagonal()), temperature)
+                for name in part.bases
+            }
+            part = _Part(prior, factors, apart, posterior.theta)
         if method == "gradient":
             _ascend(part, steps, lr)
         elif part.is_closed:
