@@ -101,7 +101,7 @@ class Settings:
         The exponent 1 would move the weights equally far per step, 0 equally far per update. The root measured better
         than both.
         """
-        return 1 - (1 - self.shrink) ** math.sqrt(min(1.0, update / USUAL))
+        return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
     def pace(self, total_steps: int | None) -> tuple[int, int]:
         """``every`` and ``update`` for a training of ``total_steps``. Warns if δ would never be updated."""
