@@ -46,7 +46,9 @@ PUBLISHED = {
     "lenet-300-100": [("DNS", 56, 1.99), ("Sparse VD", 68, 1.92)],
     "lenet-caffe": [("DNS", 111, 0.91), ("Bayesian compression", 156, 1.0), ("Sparse VD", 280, 0.75)],
 }
-FIELDS = ("task", "method", "epochs", "seed", "parameters", "nonzeros", "compression", "error", "file", "seconds")
+FIELDS = (
+    "task", "method", "epochs", "seed", "parameters", "nonzeros", "biases", "compression", "error", "file", "seconds"
+)  # fmt: skip
 POSITIVE, NEGATIVE, INK = "#d55e00", "#0072b2", "#333333"
 
 
@@ -75,7 +77,9 @@ def rows_of(run: Path) -> list[tuple[Row, Path]]:
             done: Row = {name: row[name] for name in ("task", "method", "epochs", "seed")} | sizes
             done["compression"] = round(sizes["parameters"] / sizes["nonzeros"], 1)
             done["error"] = round(100 * (1 - float(row["accuracy"])), 2)
-            done["file"] = bytes_on_disk(network_of(cell))
+            network = network_of(cell)
+            done["biases"] = sum(int((p != 0).sum()) for p in network.parameters() if p.ndim == 1)
+            done["file"] = bytes_on_disk(network)
             done["seconds"] = round(float(row["train_seconds"]))
             found.append((done, cell))
     return found
@@ -88,16 +92,18 @@ def table(rows: list[Row]) -> str:
         times = round(float(row["compression"])) if row["method"] in ("spam", "map") else 0  # rivals find their own
         groups[row["task"], row["method"], times, row["epochs"]].append(row)
     lines = [
-        "| network | method | epochs | seeds | compression | non-zero | test error, % | bytes on disk |",
-        "|---|---|---|---|---|---|---|---|",
+        "| network | method | epochs | seeds | compression | non-zero | biases | test error, % | bytes on disk |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for (task, method, _, epochs), mine in groups.items():
         errors = [float(row["error"]) for row in mine]
         spread = f" ± {statistics.stdev(errors):.2f}" if len(mine) > 1 else ""
-        means = {n: statistics.mean(float(row[n]) for row in mine) for n in ("compression", "nonzeros", "file")}
+        columns = ("compression", "nonzeros", "biases", "file")
+        means = {name: statistics.mean(float(row[name]) for row in mine) for name in columns}
         lines.append(
             f"| {NETWORKS[task]} | {METHODS[method][0]} | {epochs} | {len(mine)} | {means['compression']:.0f}× "
-            f"| {means['nonzeros']:,.0f} | {statistics.mean(errors):.2f}{spread} | {means['file']:,.0f} |"
+            f"| {means['nonzeros']:,.0f} | {means['biases']:,.0f} | {statistics.mean(errors):.2f}{spread} "
+            f"| {means['file']:,.0f} |"
         )
     return "\n".join(lines)
 

@@ -75,7 +75,7 @@ def _finetuning(name: str, scale: str) -> Recipe:
     return _experiment("One shot against fine-tuned", "Figure B4", *tasks, stages=(Stage(), tuned))(name, scale)
 
 
-def _record(task: str, *compressions: float) -> _Make:
+def _record(task: str, *compressions: float, **training: Any) -> _Make:
     """Pruning to the published compressions, all weights and biases counted, in one training from random weights.
 
     Weights and biases are removed until half of the training, and δ is learned as long. Then the masks are held, and
@@ -85,8 +85,8 @@ def _record(task: str, *compressions: float) -> _Make:
 
     def make(name: str, scale: str) -> Recipe:
         online = {"biases": True, "debias": True, "start": 0.05, "end": 0.5}
-        spam = {"burn_in": 0.05, "freeze": 0.5}
-        chosen = replace(TASKS[task, scale], note="", source="mc", batch_size=64, spam=spam, online=online)
+        spam = {"burn_in": 0.05, "freeze": 0.5, "initial_precision": 20.0}
+        chosen = replace(TASKS[task, scale], note="", source="mc", spam=spam, online=online, **training)
         return Recipe(
             name, f"Highest compression: {chosen.title}", "not there", scale, (chosen,),
             methods=("spam", "map", "vd", "l0"), stages=(Stage("online", ("opd", "magnitude"), sparsities),),
@@ -137,9 +137,9 @@ _RECIPES: dict[str, _Make] = {
     "minilm-imdb": _language("stands in for DistilBERT on IMDB"),
     "small-gpt-imdb": _language("stands in for GPT-2 on IMDB"),
     "small-gpt-words": _language("not there"),
-    "record-300-100": _record("lenet-300-100", 68, 100),
-    "record-caffe": _record("lenet-caffe", 280, 400),
-    "record-lenet": _record("lenet-mnist", 100),
+    "record-300-100": _record("lenet-300-100", 68, 100, batch_size=64),
+    "record-caffe": _record("lenet-caffe", 280, 400, batch_size=32),
+    "record-lenet": _record("lenet-mnist", 100, batch_size=64),
     "priors": _experiment(
         "Priors and curvatures: four priors × diagonal and KFAC, OPD and GraSP",
         "Figures 4, B2 and B3, Tables B1 and B2", "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion",

@@ -72,8 +72,8 @@ _ALL = (
         Task(name, _TITLES[name], scale, "", network, "mnist", epochs, lr=lr, epoch_seconds=seconds, pass_seconds=0.5)
         for scale in SCALES
         for name, network, epochs, lr, seconds in (
-            ("lenet-300-100", _LENET_300_100, 30, 0.1, 5.0),
-            ("lenet-caffe", {"name": "lenet_caffe"}, 20, 0.025, 24.0),
+            ("lenet-300-100", _LENET_300_100, 20, 0.1, 5.0),
+            ("lenet-caffe", {"name": "lenet_caffe"}, 10, 0.02, 28.0),
         )
     ),
     _paper("fcn-cancer", _CANCER, "cancer", 50, batch_size=64, optimizer="adam", lr=1e-3),
