@@ -107,8 +107,8 @@ class Masks(Mapping[str, Tensor]):
     def hold(self, model: nn.Module, optimizer: Optimizer | None = None) -> "Hold":
         """Zero the removed weights and keep them zero during training, also against momentum and weight decay.
 
-        Gradients of removed weights are zeroed when they are computed. After each step of ``optimizer`` the weights and
-        every optimizer state of their shape are zeroed too. Without an optimizer the weights are zeroed before each
+        Gradients of removed weights are zeroed when they are computed, and the weights after each step of
+        ``optimizer``. Every optimizer state of their shape is zeroed at once, and then stays zero. Without an optimizer the weights are zeroed before each
         forward pass. ``release()`` ends this; the zeros are then ordinary weights that further training can change.
 
         Example::
@@ -198,16 +198,16 @@ class Hold:
         """Zero the removed weights, their gradients, and every optimizer state of their shape."""
         for name, parameter in self._parameters.items():
             self._zero(name, parameter.grad)
-        self._after_step()
-
-    def _after_step(self) -> None:
-        """Zero what a step changes: the removed weights and their optimizer states."""
-        for name, parameter in self._parameters.items():
-            self._zero(name, parameter.data)
             state: Mapping[str, Any] = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
             for value in state.values():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     self._zero(name, value)
+        self._after_step()
+
+    def _after_step(self) -> None:
+        """Zero the removed weights. Their optimizer states are zero already, because their gradients were."""
+        for name, parameter in self._parameters.items():
+            self._zero(name, parameter.data)
 
     def update(self, masks: Masks) -> None:
         """Replace the masks by others for the same parameters. Nothing changes if they do not fit.
