@@ -108,8 +108,9 @@ class Masks(Mapping[str, Tensor]):
         """Zero the removed weights and keep them zero during training, also against momentum and weight decay.
 
         Gradients of removed weights are zeroed when they are computed, and the weights after each step of
-        ``optimizer``. Every optimizer state of their shape is zeroed at once, and then stays zero. Without an optimizer the weights are zeroed before each
-        forward pass. ``release()`` ends this; the zeros are then ordinary weights that further training can change.
+        ``optimizer``. Every optimizer state of their shape is zeroed at once, and then stays zero. Without an optimizer
+        the weights are zeroed before each forward pass. ``release()`` ends this; the zeros are then ordinary weights
+        that further training can change.
 
         Example::
 

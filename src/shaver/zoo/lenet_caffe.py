@@ -19,9 +19,7 @@ class LeNetCaffe(Network):
         rectified: Whether the convolutions have a ReLU.
     """
 
-    def __init__(
-        self, classes: int = 10, widths: tuple[int, int, int] = (20, 50, 500), rectified: bool = True
-    ) -> None:
+    def __init__(self, classes: int = 10, widths: tuple[int, int, int] = (20, 50, 500), rectified: bool = True) -> None:
         check_positive(classes=classes, **{f"widths[{i}]": width for i, width in enumerate(widths)})
         if len(widths) != 3:
             raise ValueError(f"LeNet-5-Caffe has two convolutions and one hidden layer, not widths={widths!r}.")
