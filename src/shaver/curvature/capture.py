@@ -167,7 +167,8 @@ def _functional_linears(calls: list[Call], weights: Mapping[str, Tensor]) -> Ite
     """Record every ``F.linear(x, w, b)`` with one of ``weights`` as w.
 
     ``torch.nn.functional.linear`` is replaced inside the block, because ``MultiheadAttention`` finds it by that name. A
-    ``TorchFunctionMode`` would not see it: inside ``F.multi_head_attention_forward`` the mode is switched off.
+    ``TorchFunctionMode`` would not see it: inside ``F.multi_head_attention_forward`` the mode is switched off, and
+    switched on again it would call that function endlessly. It would also slow down every operation of the pass.
     """
     names = {id(w): name for name, w in weights.items()}
     plain = F.linear

@@ -142,7 +142,7 @@ def priors(plt: Any, experiment: Experiment) -> None:
         for curve in (c for c in experiment.curves if (c.criterion, c.stage) == (name, experiment.stages[0])):
             _line(axis, curve.values("accuracy"), METRICS[0], band=False, linewidth=1.8, **style(curve.variant))
         _sparsity_axis(axis, [c for c in experiment.curves if c.criterion == name])
-        axis.set_title(f"{experiment.title}, {CRITERION_NAMES.get(name, name)}")
+        axis.set_title(f"{experiment.title}, {CRITERION_NAMES[name]}")
     axes[0].set_ylabel(METRICS[0].title)
     _legend_of(plt, axes)
 
@@ -153,7 +153,7 @@ def stages(plt: Any, experiment: Experiment) -> None:
     axes = _panels(plt, len(names), sharey=True)
     for axis, stage in zip(axes, names, strict=True):
         _over_sparsity(axis, _main_curves(experiment, stage), METRICS[0])
-        axis.set_title(STAGE_NAMES.get(stage, stage))
+        axis.set_title(STAGE_NAMES[stage])
     axes[0].set_ylabel(METRICS[0].title)
     _legend(plt, [c for stage in names for c in _main_curves(experiment, stage)], experiment.title)
 
@@ -347,12 +347,10 @@ def _legend(plt: Any, curves: Sequence[Curve], title: str = "", *, points: bool 
             if points
             else {"linestyle": _DASHES.get(method, "solid"), "linewidth": 2}
         )
-        handles.append(Line2D([], [], color="#333333", label=METHOD_NAMES.get(method, method), **look))
+        handles.append(Line2D([], [], color="#333333", label=METHOD_NAMES[method], **look))
     for criterion in in_order(c.criterion for c in curves):
         look = {"linestyle": "none", "marker": "s"} if points else {"linewidth": 2.4 if criterion == "opd" else 1.6}
-        handles.append(
-            Line2D([], [], color=_colour(criterion), label=CRITERION_NAMES.get(criterion, criterion), **look)
-        )
+        handles.append(Line2D([], [], color=_colour(criterion), label=CRITERION_NAMES[criterion], **look))
     _below(plt, handles, [str(handle.get_label()) for handle in handles], title)
 
 

@@ -72,17 +72,17 @@ class Variant:
     @property
     def method_name(self) -> str:
         """MAP, L1 or SpaM; anything else as it is."""
-        return METHOD_NAMES.get(self.method, self.method)
+        return METHOD_NAMES[self.method]
 
     @property
     def prior_name(self) -> str:
         """The paper's word for the prior."""
-        return PRIOR_NAMES.get(self.prior, self.prior)
+        return PRIOR_NAMES[self.prior]
 
     @property
     def curvature_name(self) -> str:
         """Structure and source, such as “KFAC GGN”."""
-        names = (STRUCTURE_NAMES.get(self.structure, self.structure), SOURCE_NAMES.get(self.source, self.source))
+        names = (STRUCTURE_NAMES[self.structure], SOURCE_NAMES[self.source])
         return " ".join(name for name in names if name)
 
     def label(self, among: Sequence["Variant"]) -> str:
@@ -341,4 +341,4 @@ def _means(rows: "DataFrame", keys: list[str]) -> dict[tuple[Any, ...], dict[str
 
 
 def _title(network: str, data: str) -> str:
-    return f"{NETWORK_NAMES.get(network, network)} on {DATA_NAMES.get(data, data)}"
+    return f"{NETWORK_NAMES[network]} on {DATA_NAMES[data]}"

@@ -65,9 +65,9 @@ def quality_table(experiment: Experiment, metric: Metric) -> Table | None:
     lines = [
         Line(
             (
-                CRITERION_NAMES.get(curve.criterion, curve.criterion),
+                CRITERION_NAMES[curve.criterion],
                 *_training_labels(experiment, curve.variant),
-                STAGE_NAMES.get(curve.stage, curve.stage),
+                STAGE_NAMES[curve.stage],
             ),
             tuple(_entry(curve.values(metric.key).get(s), metric) for s in sparsities),
         )
@@ -95,18 +95,14 @@ def kept(experiment: Experiment, drop: float = 0.01) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for variant in experiment.main_variants():
-        for curve in experiment.curves:
-            values = curve.values("accuracy")
-            wanted = (curve.variant, curve.criterion) == (variant, experiment.main_criterion)
-            if variant in experiment.failures and experiment.failures[variant].is_total:
-                continue
-            if not wanted or 0.0 not in values or variant.method in found:
-                continue
-            found[variant.method] = 0.0
-            for sparsity, point in values.items():
-                if point.mean < values[0.0].mean - drop - 1e-9:
-                    break
-                found[variant.method] = sparsity
+        if variant in experiment.failures and experiment.failures[variant].is_total:
+            continue
+        wanted = (variant, experiment.main_criterion)
+        curves = (c.values("accuracy") for c in experiment.curves if (c.variant, c.criterion) == wanted)
+        if values := next((values for values in curves if 0.0 in values), None):
+            least = values[0.0].mean - drop - 1e-9
+            fall = next((place for place, point in enumerate(values.values()) if point.mean < least), len(values))
+            found[variant.method] = list(values)[fall - 1]
     return found
 
 
@@ -118,7 +114,7 @@ def summary_table(experiments: Sequence[Experiment]) -> Table | None:
         return None
     lines = tuple(
         Line(
-            (e.title, CRITERION_NAMES.get(e.main_criterion, e.main_criterion)),
+            (e.title, CRITERION_NAMES[e.main_criterion]),
             tuple(Entry(f"{percent(found[m])} %", value=found[m]) if m in found else EMPTY for m in methods),
         )
         for e, found in reached
@@ -132,7 +128,7 @@ def summary_table(experiments: Sequence[Experiment]) -> Table | None:
             experiments,
         ),
         heads=("experiment", "pruned by"),
-        columns=tuple(METHOD_NAMES.get(m, m) for m in methods),
+        columns=tuple(METHOD_NAMES[m] for m in methods),
         over="",
         lines=lines,
     )
@@ -186,7 +182,7 @@ def scoring_table(experiments: Sequence[Experiment]) -> Table | None:
         title="Pruning: time to score a network",
         note="Means over networks. One scoring serves all sparsities.",
         heads=("experiment",),
-        columns=tuple(CRITERION_NAMES.get(c, c) for c in criteria),
+        columns=tuple(CRITERION_NAMES[c] for c in criteria),
         over="criterion",
         lines=tuple(lines),
     )
@@ -217,7 +213,7 @@ def size_table(experiment: Experiment, sparsity: float = 0.95) -> Table | None:
                 continue
             shown = _harmless(curve) if curve.stage == "structured" else sparsity
             if shown in curve.points:
-                what = f"{percent(shown)} %, {STAGE_NAMES.get(curve.stage, curve.stage)}"
+                what = f"{percent(shown)} %, {STAGE_NAMES[curve.stage]}"
                 rows.append(((*labels, what), curve.points[shown], _speed(dense, curve.points[shown])))
     keys = [key for key in shows if any(key in numbers for _, numbers, _ in rows)]
     if not {"bytes", "flops", "latency_ms", "nonzeros"} & set(keys):
@@ -227,7 +223,7 @@ def size_table(experiment: Experiment, sparsity: float = 0.95) -> Table | None:
     )
     table = Table(
         name=f"{experiment.slug}-size",
-        title=f"{experiment.title}: size and speed, pruned by {CRITERION_NAMES.get(chosen, chosen)}",
+        title=f"{experiment.title}: size and speed, pruned by {CRITERION_NAMES[chosen]}",
         note="Means over seeds. Speed is relative to the dense network: measured where units were removed; 1 where "
         "single weights were removed, as zeros in a dense tensor are multiplied like any number.",
         heads=(*_VARIANT, "network"),

@@ -41,13 +41,13 @@ def scoring_times(experiments: Sequence[Experiment]) -> Times:
     """Each criterion in each experiment; with many, relative to the fastest of the experiment."""
     found = [(e, {c: s for c in e.criteria if (s := scoring_seconds(e, c))}) for e in experiments]
     if sum(len(times) for _, times in found) <= _MOST:
-        bars = [(f"{e.title}, {_name(c)}", s, c) for e, times in found for c, s in times.items()]
+        bars = [(f"{e.title}, {CRITERION_NAMES[c]}", s, c) for e, times in found for c, s in times.items()]
         return Times("Scoring a network once", bars, duration)
     criteria = in_order(c for _, times in found for c in times)
     ratios = {
         c: [times[c].mean / min(t.mean for t in times.values()) for _, times in found if c in times] for c in criteria
     }
-    means = [(_name(c), Estimate.of(values), c) for c, values in ratios.items()]
+    means = [(CRITERION_NAMES[c], Estimate.of(values), c) for c, values in ratios.items()]
     return Times("Scoring a network, relative to the fastest criterion, mean over experiments", means, "{:.3g}".format)
 
 
@@ -72,7 +72,3 @@ def duration(seconds: float) -> str:
     factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
     value = seconds * factor
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-
-
-def _name(criterion: str) -> str:
-    return CRITERION_NAMES.get(criterion, criterion)

@@ -14,7 +14,7 @@ from jinja2 import Environment
 from shaver import __version__
 from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, main_curves, varying_costs
 from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, training_curves
-from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, in_order
+from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, Names, in_order
 from shaver.lab.report.tables import (
     failure_notes,
     kept,
@@ -39,13 +39,7 @@ _SHORT = {
     "accuracy": "accuracy", "nll": "negative log likelihood", "ece": "calibration error", "brier": "Brier score",
 }  # fmt: skip
 #: The methods in words a newcomer understands, and their colours in bars.
-_TRAINED = {
-    "map": "MAP (weight decay)",
-    "l1": "L1",
-    "spam": "SpaM (learned prior)",
-    "vd": "Sparse VD",
-    "l0": "L0 gates",
-}
+_TRAINED = Names(METHOD_NAMES | {"map": "MAP (weight decay)", "spam": "SpaM (learned prior)", "l0": "L0 gates"})
 _METHOD_SLOTS = {"map": 7, "l1": 2, "spam": 0, "vd": 3, "l0": 4}
 #: What the pictures of the demo show; other pictures are named after their files.
 _CAPTIONS = {
@@ -115,7 +109,7 @@ def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dic
     methods = in_order((t.method for e in experiments for t in e.variants), METHOD_NAMES)
     criteria = in_order(c for e in experiments for c in e.criteria)
     sparsities = {s for e in experiments for s in e.sparsities()}
-    trained = " and ".join(", ".join(_TRAINED.get(m, m) for m in methods).rsplit(", ", 1))
+    trained = " and ".join(", ".join(_TRAINED[m] for m in methods).rsplit(", ", 1))
     lead = (
         f"{sum(e.networks for e in experiments)} networks, trained by {trained}, "
         f"pruned by {_count(len(criteria), 'criterion', 'criteria')} "
@@ -127,7 +121,7 @@ def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dic
     for e in experiments:
         failures = {v.method: str(f) for v, f in e.failures.items() if v in e.main_variants()}
         if (reached := kept(e)) or failures:
-            criterion = CRITERION_NAMES.get(e.main_criterion, e.main_criterion)
+            criterion = CRITERION_NAMES[e.main_criterion]
             cards.append({"title": e.title, "criterion": criterion, "reached": reached, "failures": failures})
     return {
         "title": experiments[0].title if len(experiments) == 1 else title,
@@ -195,7 +189,7 @@ def _data(experiments: Sequence[Experiment], histories: "DataFrame") -> dict[str
         "trained": _TRAINED,
         "first": _most_telling(experiments),
         "stages": STAGE_NAMES,
-        "criteria": {c: {"name": CRITERION_NAMES.get(c, c), "slot": _slot(c)} for c in criteria},
+        "criteria": {c: {"name": CRITERION_NAMES[c], "slot": _slot(c)} for c in criteria},
         "costs": COSTS,
         "quantities": QUANTITIES,
         "experiments": [_experiment_data(e, histories) for e in experiments],
