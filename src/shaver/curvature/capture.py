@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shaver.batches import Forward, batch_size_of, forward_of
+from shaver.batches import Forward, batch_size_of, check_values, forward_of
 
 #: Prefix of the name of a recorded call of ``F.linear``; the weight's name follows.
 FUNCTIONAL = "F.linear:"
@@ -313,16 +313,11 @@ def copied(batch: Any) -> Any:
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that have a curvature, by name."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, not a {type(model).__name__}.")
+    check_values(model, "measuring the curvature")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError("the model has no trainable parameter; set requires_grad=True on those to be trained.")
     for name, p in found.items():
-        if nn.parameter.is_lazy(p):
-            raise ValueError(f"{name!r} is lazy and has no shape yet; run the model on one batch first.")
-        if p.is_meta:
-            raise ValueError(f"{name!r} is on the meta device and has no values; load or initialise the weights first.")
         if not p.is_floating_point() or p.layout != torch.strided:
             raise ValueError(
                 f"{name!r} is a {p.dtype} tensor with layout {p.layout}; curvature needs dense real numbers. Use "

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,9 @@ def load_data(training: Training) -> shaver.data.Splits:
         return splits
     whole = splits.train
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))[: asked["samples"]]
-    part = InMemory(
-        whole.inputs[order],
-        whole.targets[order],
-        mean=whole.mean,
-        std=whole.std,
-        augment=whole.augment,
-        classes=whole.classes,
-    )
-    return shaver.data.Splits(splits.name, part, splits.valid, splits.test, splits.classes, splits.input_shape)
+    part = copy(whole)
+    part.inputs, part.targets = whole.inputs[order], whole.targets[order]
+    return replace(splits, train=part)
 
 
 def scored_batches(data: shaver.data.Splits) -> Batches:
