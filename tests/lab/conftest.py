@@ -50,7 +50,7 @@ def write_run(folder, recipe="toy", scale="cpu", seeds=2):
     assert run_study(toy, folder, engine=InProcess()).failed == {}
     study = json.loads((folder / "study.json").read_text())
     study |= {
-        "command": ["/somewhere/bin/shaver", "run", "toy", "--note", "a b"],
+        "command": "shaver run toy --note 'a b'",
         "versions": {"torch": torch.__version__},
         "machine": {"platform": "Testos", "cores": 2, "host": "secret-host"},
     }

@@ -50,9 +50,9 @@ def read_runs(folders: Sequence[Path]) -> Study:
             raise ValueError(f"{folder} has results without a single row; `shaver run` with its recipe makes them.")
         source = Source(folder, read_study(folder), tuple(sorted((folder / "pictures").glob("*.svg"))))
         sources.append(source)
-        histories.append(load_histories(folder, source.name, source.study.get("cells") or ()))
-        tasks = source.recipe.get("tasks") or ()
-        titles |= {(source.name, task["name"]): task["title"] for task in tasks if "title" in task}
+        name = source.recipe["name"]
+        histories.append(load_histories(folder, name, source.study["cells"]))
+        titles |= {(name, task["name"]): task["title"] for task in source.recipe["tasks"]}
     frame = pandas.concat(frames, ignore_index=True)
     scales = frame.groupby("scale", sort=False).folder.unique()
     if len(scales) > 1:

@@ -2,14 +2,13 @@
 
 import base64
 import json
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment
+from jinja2 import Environment, StrictUndefined
 
 from shaver import __version__
 from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, main_curves, varying_costs
@@ -54,19 +53,14 @@ class Source:
     """A run folder: where it is, what its ``study.json`` says, and the pictures in it."""
 
     folder: Path
-    study: Mapping[str, Any] = field(default_factory=dict)
-    pictures: Sequence[Path] = ()
+    study: Mapping[str, Any]
+    pictures: Sequence[Path]
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """The recipe of the run; empty if the run does not say."""
-        found = self.study.get("recipe")
-        return found if isinstance(found, Mapping) else {"name": found} if found else {}
-
-    @property
-    def name(self) -> str:
-        """The recipe's name, or the folder's."""
-        return str(self.recipe.get("name") or self.folder.resolve().name)
+        """The recipe of the run."""
+        recipe: Mapping[str, Any] = self.study["recipe"]
+        return recipe
 
 
 def render_page(
@@ -78,7 +72,7 @@ def render_page(
     """
     assets = files("shaver.lab.report.page")
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in ("template.html", "page.css", "page.js")}
-    template = Environment(autoescape=True).from_string(texts["template.html"])
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(texts["template.html"])
     values = _header(experiments, sources) | _tables(experiments) | {
         "version": __version__, "scale": scale, "methods": METHOD_NAMES, "percent": percent, "slot": _slot,
         "runs": list(map(_run, sources)), "folders": ", ".join(dict.fromkeys(source.folder.name for source in sources)),
@@ -104,8 +98,8 @@ def render_page(
 
 
 def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dict[str, Any]:
-    titles = list(dict.fromkeys(str(source.recipe.get("title") or "") for source in sources))
-    title = titles[0] if len(titles) == 1 and titles[0] else "How much of these networks can be removed?"
+    titles = {source.recipe["title"] for source in sources}
+    title = titles.pop() if len(titles) == 1 else "How much of these networks can be removed?"
     methods = in_order((t.method for e in experiments for t in e.variants), METHOD_NAMES)
     criteria = in_order(c for e in experiments for c in e.criteria)
     sparsities = {s for e in experiments for s in e.sparsities()}
@@ -116,7 +110,7 @@ def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dic
         f"to {_count(len(sparsities), 'sparsity', 'sparsities')} "
         f"of up to {percent(max(sparsities, default=0.0))} %, and measured on test data each time."
     )
-    tasks = [task for source in sources for task in source.recipe.get("tasks") or () if isinstance(task, Mapping)]
+    tasks = [task for source in sources for task in source.recipe["tasks"]]
     cards = []
     for e in experiments:
         failures = {v.method: str(f) for v, f in e.failures.items() if v in e.main_variants()}
@@ -160,15 +154,11 @@ def _pictures(sources: Sequence[Source], room: int) -> dict[str, Any]:
 
 def _run(source: Source) -> dict[str, Any]:
     """How a run is reproduced: its command, what it was made with, and its recipe."""
-    command = source.study.get("command")
-    if isinstance(command, list | tuple) and command:
-        command = shlex.join([Path(str(command[0])).name, *map(str, command[1:])])
     known = {key: source.study[key] for key in _FACTS if source.study.get(key)}
-    if isinstance(known.get("machine"), Mapping):
-        known["machine"] = {key: value for key, value in known["machine"].items() if key != "host"}
+    known["machine"] = {key: value for key, value in source.study["machine"].items() if key != "host"}
     facts = {"seconds in all" if key == "seconds" else key: _plain(value) for key, value in known.items()}
-    recipe = json.dumps(source.recipe, indent=2, ensure_ascii=False, default=str) if source.recipe else ""
-    return {"name": source.name, "command": command, "facts": facts, "recipe": recipe}
+    recipe = json.dumps(source.recipe, indent=2, ensure_ascii=False)
+    return {"name": source.recipe["name"], "command": source.study["command"], "facts": facts, "recipe": recipe}
 
 
 def _plain(value: Any) -> str:
