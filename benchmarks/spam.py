@@ -3,7 +3,7 @@ r"""SpaM and MAP on five small experiments: accuracy over sparsity without fine-
     python benchmarks/spam.py                               # test split, three seeds (cancer: five)
     python benchmarks/spam.py --split valid --name defaults \
         --set shrink=0.5 --set freeze=0.5,shrink=0.5        # to choose defaults: never the test split
-    python benchmarks/spam.py --timing                      # SpaM's time divided by MAP's, epochs taking turns
+    python benchmarks/spam.py --timing                      # SpaM's time divided by MAP's, steps taking turns
 
 MAP is ordinary training with weight decay. Every cell (experiment × method × seed) is a process with one torch thread;
 as many run in parallel as there are cores. Tables are printed; NAME.csv and NAME.svg go into --folder. The data come
@@ -50,7 +50,9 @@ EXPERIMENTS = {
 }
 
 
-def run_cell(name: str, method: str, label: str, spam: dict[str, Any], seed: int, split: str, scale: float) -> list:
+def run_cell(
+    name: str, method: str, label: str, spam: dict[str, Any], seed: int, split: str, scale: float, images: int | None
+) -> list:
     import torch
 
     import shaver
@@ -63,13 +65,17 @@ def run_cell(name: str, method: str, label: str, spam: dict[str, Any], seed: int
         valid_fraction=0.1 if split == "valid" else 0.0,
     )
     judged = (splits.valid if split == "valid" else splits.test).batches(1000)
+    train = splits.train
+    if images is not None:
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:images]
+        train = shaver.data.InMemory(*train[order])
     model = shaver.zoo.build(experiment.network, seed=seed, **dict(experiment.arguments))
     began = time.perf_counter()
     spam = dict(spam)
     lr, optimizer = spam.pop("lr", None), spam.pop("optimizer", "sgd")
     history = shaver.fit(
         model,
-        splits.train,
+        train,
         method=method,
         epochs=max(1, round(scale * experiment.epochs)),
         batch_size=experiment.batch_size,
@@ -81,7 +87,7 @@ def run_cell(name: str, method: str, label: str, spam: dict[str, Any], seed: int
     seconds = time.perf_counter() - began
     posterior = history.posterior
     if posterior is None:  # MAP gets OPD from a curvature estimate after training, with its own prior
-        curvature = shaver.curvature.estimate(model, splits.train.batches(256), source="ggn")
+        curvature = shaver.curvature.estimate(model, train.batches(256), source="ggn")
         posterior = shaver.Posterior(curvature, 1.0, dict(model.named_parameters()))
     rows = []
     dense = {key: value.clone() for key, value in model.state_dict().items()}
@@ -108,36 +114,70 @@ def run_cell(name: str, method: str, label: str, spam: dict[str, Any], seed: int
     return rows
 
 
-def timing(name: str, epochs: int) -> dict[str, float]:
-    """Median seconds of processor time per epoch, and the median ratio; MAP and SpaM take turns in one process."""
+#: Networks whose steps are timed: arguments of the zoo, input shape, samples per step, repetitions.
+TIMED: dict[str, tuple[str, tuple[int, ...], int, int]] = {
+    "lenet": ("lenet", (1, 28, 28), 128, 60),
+    "vit": ("vit", (1, 28, 28), 128, 20),
+    "resnet18": ("resnet18", (3, 32, 32), 64, 4),
+}
+
+
+def timing(name: str) -> dict[str, float]:
+    """SpaM's time divided by MAP's in a long training with the defaults, from the processor time of each kind of step.
+
+    Steps of MAP, of SpaM without and with a curvature measurement, and updates of δ take turns in one process, on
+    random inputs. Medians are weighted by how often each kind occurs: 60 % of a training has a measurement every 10th
+    step and an update every 50th, the rest a measurement every 40th.
+    """
     import torch
     import torch.nn.functional as F
 
     import shaver
+    from shaver.settings import IDLE, Settings
 
     torch.set_num_threads(1)
-    experiment = EXPERIMENTS[name]
-    data = shaver.data.load(experiment.data).train.batches(experiment.batch_size, shuffle=True)
-    runs = {}
-    for method in ("map", "spam"):
-        model = shaver.zoo.build(experiment.network, seed=0, **dict(experiment.arguments))
-        optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9)
-        spam = None
-        if method == "spam":
-            spam = shaver.SpaM(model, data.data_size, total_steps=epochs * len(data))
-        runs[method] = (model, optimizer, spam)
-    seconds: dict[str, list[float]] = {"map": [], "spam": []}
-    for _ in range(epochs):
-        for method, (model, optimizer, spam) in runs.items():
+    network, shape, count, repeats = TIMED[name]
+    settings = Settings()
+    busy = settings.freeze - settings.burn_in
+    every, update = settings.pace(None)
+    measured = busy / every + (1 - busy) / (IDLE * every)
+    x, y = torch.randn(count, *shape), torch.randint(0, 10, (count,))
+    model, twin = (shaver.zoo.build(network, seed=0) for _ in range(2))
+    optimizer, other = (torch.optim.SGD(m.parameters(), 0.03, momentum=0.9) for m in (model, twin))
+    spam = shaver.SpaM(model, 60_000, total_steps=10**6)
+    assert spam.online is not None
+
+    def backward(net: Any, of: Any) -> None:
+        of.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+
+    def step(is_measured: bool) -> None:
+        spam.online.steps = 0 if is_measured else 1  # type: ignore[union-attr]
+        backward(model, optimizer)
+        spam.step(optimizer)
+
+    def plain() -> None:
+        backward(twin, other)
+        other.step()
+
+    kinds: dict[str, Any] = {
+        "MAP": plain,
+        "SpaM": lambda: step(False),
+        "measured": lambda: step(True),
+        "update": lambda: spam._update(spam.online.curvature()),  # type: ignore[union-attr]
+    }
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    step(True)
+    for _ in range(repeats):
+        for kind, act in kinds.items():
             began = time.process_time()
-            for x, y in data:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                spam.step(optimizer) if spam is not None else optimizer.step()
-            seconds[method].append(time.process_time() - began)
-    found = {method: statistics.median(times) for method, times in seconds.items()}
-    ratios = [s / m for m, s in zip(seconds["map"], seconds["spam"], strict=True)]
-    return {**found, "ratio": statistics.median(ratios)}
+            act()
+            seconds[kind].append(time.process_time() - began)
+    found = {kind: statistics.median(times) for kind, times in seconds.items()}
+    total = found["SpaM"] + measured * (found["measured"] - found["SpaM"]) + busy / update * found["update"]
+    return {f"{kind}, ms": round(1000 * value, 2) for kind, value in found.items()} | {
+        "ratio": round(total / found["MAP"], 3)
+    }
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -232,13 +272,15 @@ def main() -> None:
     parser.add_argument("--paper", action="store_true", help="also run the paper's own algorithm, with GGN and EF")
     parser.add_argument("--seeds", type=int, help="three if left out; five for cancer")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the usual 30 epochs (100 for cancer)")
-    parser.add_argument("--timing", action="store_true", help="measure only the processor time, on LeNet/MNIST")
+    parser.add_argument("--images", type=int, help="train on this many samples only, drawn anew for each seed")
+    parser.add_argument("--timing", nargs="*", choices=list(TIMED), help="only the processor time of a step")
     parser.add_argument("--name", default="spam-benchmark")
     parser.add_argument("--folder", type=Path, default=Path("docs/results"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     asked = parser.parse_args()
-    if asked.timing:
-        print(timing("LeNet/MNIST", max(1, round(8 * asked.scale))))
+    if asked.timing is not None:
+        for name in asked.timing or TIMED:
+            print(name, timing(name), flush=True)
         return
     trainings: list[tuple[str, str, dict[str, Any]]] = [("map", "MAP", {})]
     trainings += [("spam", f"SpaM {text}".strip(), parse_settings(text)) for text in asked.set or [""]]
@@ -249,7 +291,7 @@ def main() -> None:
         trainings.append(("spam", "paper, GGN", {"settings": PAPER, "optimizer": "adam"}))
         trainings.append(("spam", "paper, EF", {"settings": PAPER, "source": "ef", "optimizer": "adam"}))
     cells = [
-        (name, method, label, spam, seed, asked.split, asked.scale)
+        (name, method, label, spam, seed, asked.split, asked.scale, asked.images)
         for seed in range(max(asked.seeds or EXPERIMENTS[name].seeds for name in asked.experiments))
         for name in asked.experiments
         for method, label, spam in trainings

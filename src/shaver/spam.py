@@ -29,7 +29,7 @@ from shaver.selection import Selection, take
 from shaver.settings import IDLE, Settings, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
-from shaver.watch import Watch
+from shaver.watch import Watch, restore_vanishing
 
 
 class SpaM:
@@ -329,7 +329,7 @@ class SpaM:
         Raises:
             ValueError: A name or shape is not that of a parameter, or the parameters are sharded.
         """
-        if self._held.is_sharded:
+        if weights and self._held.is_sharded:
             raise ValueError("weights of sharded parameters cannot be exempt from the learned δ.")
         for name, chosen in weights.items():
             if name not in self.theta or chosen.shape != self.theta[name].shape:
@@ -378,26 +378,15 @@ class SpaM:
         self._warn_of_harm(posterior)
 
     def _keep_matrices(self, before: Prior, diagonal: dict[str, Tensor]) -> None:
-        """Undo the update of δ for each weight matrix that would be left with less than one effective weight.
-
-        A layer without effect cuts the network in two, and its weights get no gradient to come back. Warns once per
-        matrix.
-        """
-        names = [name for name, parameter in self.theta.items() if parameter.ndim > 1]
-
-        def effective(prior: Prior, name: str) -> float:
-            h = diagonal[name] / self.settings.temperature
-            return float((h / (h + prior.delta_of(name))).sum())
-
-        left = self._held.total(*(effective(self.prior, name) for name in names))
-        few = [name for name, sum_ in zip(names, left, strict=True) if sum_ < 1]
-        had = self._held.total(*(effective(before, name) for name in few))
-        for name, now, sum_ in zip(few, had, (left[names.index(name)] for name in few), strict=True):
-            if now > sum_ and self.prior.restore(name, before) and now >= 1 and name not in self._kept:
+        """Undo the update of δ for matrices that it would remove, see :func:`shaver.watch.restore_vanishing`."""
+        matrices = {name: diagonal[name] for name, parameter in self.theta.items() if parameter.ndim > 1}
+        found = restore_vanishing(self.prior, before, matrices, self.settings.temperature, self._held.total)
+        for name, (had, left) in found.items():
+            if had >= 1 and name not in self._kept:
                 self._kept.add(name)
                 warnings.warn(
                     f"learning δ would remove every weight of {name!r}: at step {self.steps} its effective number of "
-                    f"weights would fall from {now:.3g} to {sum_:.2g}. SpaM keeps the δ that it has. If the layer "
+                    f"weights would fall from {had:.3g} to {left:.2g}. SpaM keeps the δ that it has. If the layer "
                     "matters, lower the learning rate or the temperature, or pass shrink=0.",
                     stacklevel=5,
                 )

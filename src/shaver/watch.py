@@ -2,9 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
+
+from torch import Tensor
+
+from shaver.priors import Prior
 
 #: Measured losses per window. Two windows are compared.
 WINDOW = 5
@@ -87,3 +91,37 @@ class Watch:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         vars(self).update(state)
+
+
+def restore_vanishing(
+    prior: Prior,
+    before: Prior,
+    diagonal: Mapping[str, Tensor],
+    temperature: float,
+    total: Callable[..., list[float]],
+) -> dict[str, tuple[float, float]]:
+    """Undo an update of δ for each weight matrix that it would leave with less than one effective weight, Σγ < 1.
+
+    A layer without effect cuts the network in two, and its weights get no gradient to come back.
+
+    Args:
+        prior: The prior after the update; changed in place.
+        before: A snapshot from before the update.
+        diagonal: Diagonal of H of each weight matrix.
+        temperature: T: H counts 1/T times.
+        total: Sums of numbers over the ranks that hold rows of the matrices.
+
+    Returns:
+        Matrix → Σγ before and after the update, for those whose δ was restored.
+    """
+
+    def effective(of: Prior, name: str) -> float:
+        h = diagonal[name] / temperature
+        return float((h / (h + of.delta_of(name))).sum())
+
+    left = dict(zip(diagonal, total(*(effective(prior, name) for name in diagonal)), strict=True)) if diagonal else {}
+    few = [name for name, count in left.items() if count < 1]
+    if not few:
+        return {}
+    had = dict(zip(few, total(*(effective(before, name) for name in few)), strict=True))
+    return {n: (had[n], left[n]) for n in few if had[n] > left[n] and prior.restore(n, before)}
