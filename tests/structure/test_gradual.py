@@ -176,3 +176,9 @@ def test_groups_found_are_those_written_by_hand():
     model, groups = fcn()
     found = find_groups(model, torch.randn(2, 5))
     assert {n: g.units for n, g in found.items()} == {n: g.units for n, g in groups.items()}
+
+
+def test_two_schedules_are_never_taken_for_the_same():
+    one, other = (Gradual(sparsity, example=torch.zeros(2, 5)) for sparsity in (0.5, 0.6))
+    assert one != other
+    assert len({one, other}) == 2

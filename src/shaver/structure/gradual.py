@@ -36,6 +36,7 @@ class Gradual(Schedule, ChoiceOptions):
     """
 
     spam_defaults: ClassVar[Mapping[str, str]] = {"prior": "unit"}
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not those of ChoiceOptions: an example cannot be compared
 
     sparsity: float = 0.8
     example: Example | None = None
