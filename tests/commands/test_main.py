@@ -49,9 +49,7 @@ def test_the_version_is_the_packages(capsys):
 
 def test_an_impossible_setting_is_a_message_and_not_a_traceback(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--epochs", "0"]) == 1
-    assert capsys.readouterr().err == (
-        "shaver: repeats, epochs and processes must be 1 or more; here repeats is 3, epochs 0, processes 2.\n"
-    )
+    assert capsys.readouterr().err == ("shaver: epochs must be a whole number from 1, not 0.\n")
 
 
 def test_an_unknown_command_gets_the_nearest_name(capsys):

@@ -24,6 +24,7 @@ from shaver.lab.run.networks import MODEL, POSTERIOR
 from shaver.lab.run.results import CELLS, CONFIG, link, read_study
 from shaver.lab.run.runner import run_study
 from shaver.measure import summary
+from shaver.naming import check_count
 from shaver.pruning import prune
 from shaver.structure import compact_with_report
 
@@ -38,9 +39,8 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     ``study.json`` as every study has them; the trained networks with their posteriors in ``models/``; a compact one in
     ``compact/``.
     """
-    if options.repeats < 1 or (options.epochs is not None and options.epochs < 1) or options.processes < 1:
-        given = f"here repeats is {options.repeats}, epochs {options.epochs}, processes {options.processes}"
-        raise ValueError(f"repeats, epochs and processes must be 1 or more; {given}.")
+    check_count("--processes", options.processes)
+    check_count("--repeats", options.repeats)
     out = options.out
     recipe = get_recipe("demo").override(first_seed=options.seed, epochs=options.epochs)
     recipe = replace(recipe, seeds=options.repeats)  # not of the task that has a number of its own

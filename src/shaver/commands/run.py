@@ -9,6 +9,7 @@ from rich.console import Console
 from shaver.commands.options import RunOptions
 from shaver.lab.run.engines import Engine, LocalEngine, SlurmEngine
 from shaver.lab.run.runner import Outcome, default_folder, run_study
+from shaver.naming import check_count
 
 
 def run_run(options: RunOptions, console: Console) -> None:
@@ -52,8 +53,8 @@ def show_unlearned(outcome: Outcome, console: Console) -> None:
 
 
 def _engine(options: RunOptions, folder: Path) -> Engine:
-    if options.processes is not None and options.processes < 1:
-        raise ValueError(f"processes must be 1 or more, not {options.processes}.")
+    if options.processes is not None:
+        check_count("--processes", options.processes)
     if options.engine == "slurm":
         return SlurmEngine(folder / "slurm", _pairs(options.slurm), slots=options.processes)
     if options.slurm:

@@ -24,7 +24,7 @@ from shaver.files.trained import read_network
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import Example, call
-from shaver.naming import import_function
+from shaver.naming import check_count, import_function
 from shaver.pruning.ranking import check_sparsity
 from shaver.training.sources import Source, open_source
 
@@ -74,8 +74,8 @@ def prepare(options: NetworkOptions, *, valid_fraction: float = 0.0) -> Subject:
         check_sparsity(options.sparsity)
     if options.out is not None:
         check_free(options.out)
-    if options.samples is not None and options.samples < 1:
-        raise ValueError(f"--samples must be 1 or more, not {options.samples}.")
+    if options.samples is not None:
+        check_count("--samples", options.samples)
     if options.prior_precision is not None and not 0 < options.prior_precision < math.inf:
         raise ValueError(f"--prior-precision must be positive and finite, not {options.prior_precision}.")
     trained = load_trained(options.checkpoint, options.factory)

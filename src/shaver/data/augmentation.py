@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shaver.naming import check_count
+
 
 @dataclass(frozen=True)
 class FlipCrop:
@@ -23,8 +25,7 @@ class FlipCrop:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if self.pad < 0:
-            raise ValueError(f"pad must not be negative, not {self.pad}.")
+        check_count("pad", self.pad, 0)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """The augmented images. Each image has its own random shift and flip, drawn from ``generator``."""

@@ -16,7 +16,7 @@ from shaver.data.augmentation import FlipCrop
 from shaver.data.locate import Source
 from shaver.data.memory import InMemory
 from shaver.data.sources import Arrays
-from shaver.naming import check_name, require
+from shaver.naming import check_count, check_name, require
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ def load(
     check_name("data set", name, names())
     if not 0 <= valid_fraction < 1:
         raise ValueError(f"valid_fraction must be at least 0 and below 1, not {valid_fraction!r}.")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, not {seed}.")
+    check_count("seed", seed, 0)
     kind = _IMAGES.get(name)
     if augment and (kind is None or kind.augment is None):
         able = ", ".join(repr(other) for other, entry in _IMAGES.items() if entry.augment is not None)

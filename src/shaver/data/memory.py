@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shaver.batches import IGNORED
+from shaver.naming import check_count
+
 #: A function that changes raw inputs ``(batch, …)`` and draws random numbers only from the given generator.
 Augment = Callable[[Tensor, torch.Generator], Tensor]
-
-#: Targets with this value are ignored, as in ``F.cross_entropy``.
-IGNORED = -100
 
 
 class InMemory:
@@ -155,14 +155,12 @@ class Batches:
         drop_last: bool = False,
         augment: bool = True,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size}.")
+        check_count("batch_size", batch_size)
         if drop_last and batch_size > len(dataset):
             raise ValueError(
                 f"drop_last with batch_size {batch_size} leaves no batch: there are only {len(dataset)} samples."
             )
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, not {seed}.")
+        check_count("seed", seed, 0)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.shuffle, self.seed = shuffle, seed
         self.augment = dataset.augment if augment else None
@@ -170,9 +168,7 @@ class Batches:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter``."""
-        if epoch < 0:
-            raise ValueError(f"epoch must not be negative, not {epoch}.")
-        self.epoch = epoch
+        self.epoch = check_count("epoch", epoch, 0)
 
     @property
     def data_size(self) -> int:

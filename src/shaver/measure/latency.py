@@ -55,8 +55,7 @@ def latency(
     check_number("seconds", seconds, least=0)
     if check_count("repeats", repeats, 0) < _FEWEST:
         raise ValueError(f"repeats must be at least {_FEWEST} for a median and a spread, not {repeats!r}.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be positive, not {batch_size!r}.")
+    check_count("batch_size", batch_size)
     inputs = resize(example, batch_size)
     on_gpu = any(weight.is_cuda for weight in model.parameters())
     threads = torch.get_num_threads()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shaver.naming import check_name
+from shaver.naming import check_count, check_name, check_number
 
 SCALES = ("cpu", "paper")
 #: Methods of other papers that decide themselves how much they remove, see :mod:`shaver.lab.run.rivals`.
@@ -87,11 +87,9 @@ class Task:
         check_name("optimizer", self.optimizer, ("sgd", "adam", "adamw"))
         check_name("source", self.source, ("ggn", "ef", "mc"))
         for name in ("epochs", "batch_size", "samples", "frequency", "length", "test_samples", "scored"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, not {value}.")
-        if self.lr <= 0:
-            raise ValueError(f"lr must be positive, not {self.lr}.")
+            if (value := getattr(self, name)) is not None:
+                check_count(name, value)
+        check_number("lr", self.lr, least=0, above=True)
 
 
 @dataclass(frozen=True)
@@ -141,10 +139,8 @@ class Recipe:
                 raise ValueError(f"recipe {self.name!r} needs at least one {kind}.")
             for one in given:
                 check_name(kind, one, valid)
-        if self.seeds < 1 or self.first_seed < 0:
-            raise ValueError(
-                f"seeds must be 1 or more and first_seed 0 or more, not {self.seeds} and {self.first_seed}."
-            )
+        check_count("seeds", self.seeds)
+        check_count("first_seed", self.first_seed, 0)
         if not self.tasks or not self.stages:
             raise ValueError(f"recipe {self.name!r} needs at least one task and one stage.")
         if set(RIVALS) & set(self.methods) and {stage.name for stage in self.stages} != {"online"}:
