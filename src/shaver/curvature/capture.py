@@ -102,9 +102,7 @@ class Recording:
     def of(self, count: int, running: nn.Module | None = None) -> Iterator[list[Call]]:
         """Record the calls made inside the block, in order, for a batch of ``count`` samples.
 
-        Args:
-            count: The number of samples.
-            running: The module whose forward pass has already begun: pre-hooks on it would be too late.
+        The forward pass of the module ``running`` has already begun: pre-hooks on it would be too late.
         """
         calls: list[Call] = []
         with ExitStack() as stack:

@@ -19,13 +19,7 @@ class GenericRule:
         self.function, self.budget, self.plan = function, budget, plan
 
     def square_sum(self, weights: Mapping[str, Tensor], batch: Any, cotangents: Tensor) -> dict[str, Tensor]:
-        """Σ_k Σ_n (∂⟨f(x_n), c_kn⟩/∂θ)² for each of ``weights``.
-
-        Args:
-            weights: The parameters, by name.
-            batch: A batch of B samples.
-            cotangents: Output gradients, ``(K, B, …)``.
-        """
+        """Σ_k Σ_n (∂⟨f(x_n), c_kn⟩/∂θ)² for each of ``weights``, with the output gradients c ``(K, B, …)``."""
         columns, count = cotangents.shape[:2]
         wide = {name: at_least_float32(w.detach()) for name, w in weights.items()}
         totals = {name: torch.zeros_like(w) for name, w in wide.items()}
@@ -92,8 +86,7 @@ def vmapped_gradients(
 ) -> dict[str, Tensor] | None:
     """∂⟨f(x_n), c_kn⟩/∂θ for all samples and output gradients at once: ``(K, B, *shape)`` by name.
 
-    Returns:
-        None if vmap does not work: data-dependent control flow, or an operator without a batching rule.
+    None if vmap does not work: data-dependent control flow, or an operator without a batching rule.
     """
     tensors, rebuild = samples.split(batch)
 

@@ -20,9 +20,6 @@ def read_loss(likelihood: Classification, outputs: Tensor, gradient: Tensor) -> 
     Returns:
         c, which is 1/B for a mean over B samples and 1 for a sum, times the loss scale; and Σ_n −log p(y_n). None if
         every row is zero because its label is ignored or predicted with certainty.
-
-    Raises:
-        ValueError: The gradient has another form, so the loss is not the plain cross entropy of the outputs.
     """
     f = outputs.movedim(likelihood.class_dim, -1).flatten(0, -2)
     g = gradient.movedim(likelihood.class_dim, -1).flatten(0, -2)

@@ -61,13 +61,9 @@ class Plan:
     def uses(
         self, calls: Sequence[Call], grads: Sequence[Tensor | None], count: int, without: Collection[str] = ()
     ) -> Iterator[tuple[str, Use]]:
-        """Every planned parameter with its merged use, one parameter at a time.
+        """Every planned parameter with its merged use, one parameter at a time, except those in ``without``.
 
-        Args:
-            calls: The recorded calls.
-            grads: The output gradients ``(K, *output.shape)`` of each call, or None.
-            count: The number of samples.
-            without: Parameters to leave out.
+        ``grads`` has the output gradients ``(K, *output.shape)`` of each call, or None.
         """
         found: dict[str, list[Use]] = {}
         for call, grad in zip(calls, grads, strict=True):

@@ -38,9 +38,6 @@ class StoredNetwork:
         Args:
             factory: A function that builds the network with its original shapes; or a network to load into, with the
                 original shapes or those of the stored network. It does not change if anything does not fit.
-
-        Raises:
-            ValueError: It is not known how to build the network, or its names or shapes differ.
         """
         if factory is None and self.network is None:
             raise ValueError(

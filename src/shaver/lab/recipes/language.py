@@ -75,11 +75,6 @@ def build_reader(
         vocabularies: See :func:`tokenizer_of`.
         causal: Predict the next token; else one of two classes.
         seed: Of random weights.
-
-    Raises:
-        FileNotFoundError: A folder or file is not there.
-        ValueError: A vocabulary is needed, or the tokenizer does not fit the network.
-        ImportError: A package is missing.
     """
     transformers = transformers_library()
     check_name("language model", name, READERS)
