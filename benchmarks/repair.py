@@ -251,6 +251,33 @@ def units(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:
         )
 
 
+def language(case: Case, shares: tuple[float, ...]) -> Iterator[Any]:
+    """The cells of a language model: each share is one round that starts from the network of the share before."""
+    masks, present = shaver.pruning.Masks({}), copy.deepcopy(case.model)
+    rounds = shaver.pruning.rounds.Rounds(present, case.calibration)
+    scores = output_damage(case.model, case.calibration)
+
+    def step(share: float) -> Method:
+        def run(_: nn.Module) -> nn.Module:
+            nonlocal masks
+            masks = rounds.step(scores, share, masks)
+            return present
+
+        return run
+
+    def plain(share: float) -> Method:
+        def run(model: nn.Module) -> nn.Module:
+            shaver.prune(model, scores, share)
+            return model
+
+        return run
+
+    for share in shares:
+        yield "weights", share, "masks", case.plain(share, "magnitude", None, measured_again=False)
+        yield "weights", share, "masks, output damage", plain(share)
+        yield "weights", share, "repair, output damage", step(share)
+
+
 def tuned(case: Case, ratios: tuple[float, ...], train: Any) -> Iterator[Any]:
     """Small networks by their FLOPs: repaired, fine-tuned with labels, and the same widths from new weights."""
     for ratio in ratios:
@@ -271,9 +298,9 @@ def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator
         return
     if part == "minilm":
         found = trained_reader(asked.runs)
-        reviews, test = found["splits"].train[:][0], list(found["splits"].test.batches(50))
-        case = Case("MiniLM/IMDB MAP", 0, found["model"], reviews, test, batch=32, seen=2400)
-        yield case, weights(case, (0.6, 0.8))
+        reviews, test = found["splits"].train[torch.arange(160)][0], list(found["splits"].test.batches(50))
+        case = Case("MiniLM/IMDB MAP", 0, found["model"], reviews, test, batch=32)
+        yield case, language(case, (0.6, 0.8))
         return
     for seed in range(asked.seeds):
         name = NETWORKS[part]
