@@ -79,13 +79,13 @@ def _record(task: str, *compressions: float, **training: Any) -> _Make:
     """Pruning to the published compressions, all weights and biases counted, in one training from random weights.
 
     Weights and biases are removed until half of the training, and δ is learned as long. Then the masks are held, and
-    the remaining weights leave the learned prior. Small batches are better here: more steps per epoch.
+    the remaining weights leave the learned prior.
     """
     sparsities = tuple(1 - 1 / times for times in compressions)
 
     def make(name: str, scale: str) -> Recipe:
-        online = {"biases": True, "debias": True, "start": 0.05, "end": 0.5}
-        spam = {"burn_in": 0.05, "freeze": 0.5, "initial_precision": 20.0}
+        online = {"biases": True, "debias": True, "end": 0.5}
+        spam = {"freeze": 0.5, "initial_precision": 20.0}
         chosen = replace(TASKS[task, scale], note="", source="mc", spam=spam, online=online, **training)
         return Recipe(
             name, f"Highest compression: {chosen.title}", "not there", scale, (chosen,),
@@ -137,9 +137,9 @@ _RECIPES: dict[str, _Make] = {
     "minilm-imdb": _language("stands in for DistilBERT on IMDB"),
     "small-gpt-imdb": _language("stands in for GPT-2 on IMDB"),
     "small-gpt-words": _language("not there"),
-    "record-300-100": _record("lenet-300-100", 68, 100, batch_size=64),
+    "record-300-100": _record("lenet-300-100", 68, 100),
     "record-caffe": _record("lenet-caffe", 280, 400, batch_size=32),
-    "record-lenet": _record("lenet-mnist", 100, batch_size=64),
+    "record-lenet": _record("lenet-mnist", 100),
     "priors": _experiment(
         "Priors and curvatures: four priors × diagonal and KFAC, OPD and GraSP",
         "Figures 4, B2 and B3, Tables B1 and B2", "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion",

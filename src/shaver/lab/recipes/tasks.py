@@ -72,7 +72,7 @@ _ALL = (
         Task(name, _TITLES[name], scale, "", network, "mnist", epochs, lr=lr, epoch_seconds=seconds, pass_seconds=0.5)
         for scale in SCALES
         for name, network, epochs, lr, seconds in (
-            ("lenet-300-100", _LENET_300_100, 20, 0.1, 5.0),
+            ("lenet-300-100", _LENET_300_100, 15, 0.1, 3.5),
             ("lenet-caffe", {"name": "lenet_caffe"}, 8, 0.02, 28.0),
         )
     ),
