@@ -10,7 +10,6 @@ auto      The library's rule: G ≥ 0.153 nats stays, and a quarter of ½Σγ li
 S > 1     Prior and data weigh the same at S = 1; no limit on the rise of the loss.
 ESS       Effective sample size (Kish) of the scores: keeps the (ΣS)² / ΣS² weights with the highest S.
 BMR       Bayesian model reduction under the learned δ: removes every weight with G ≤ 0.
-BMR layer Bayesian model reduction of a model with one evidence-optimal precision per layer instead of the learned δ.
 """
 
 import argparse
@@ -112,32 +111,7 @@ def reduced(model: nn.Module, posterior: Posterior, scores: Scores) -> Masks:
     return Masks({name: gain > 0 for name, gain in weigh(model, posterior, scores).gains.items()})
 
 
-def reduced_by_layer(model: nn.Module, posterior: Posterior, scores: Scores) -> Masks:
-    """The same with one precision per layer, at the evidence's fixed point δ = Σγ / Σθ² of that layer's weights.
-
-    The mode under the other prior is that of the quadratic model, θ (h + δ) / (h + δ_layer).
-    """
-    kept = {}
-    precision, learned, parameters = posterior.precision(), posterior.delta(), dict(model.named_parameters())
-    for name in scores:
-        p, theta = precision[name].double(), parameters[name].detach().double()
-        h = (p - learned[name]).clamp_min(0.0)
-        delta = torch.tensor(1.0, dtype=torch.double)
-        for _ in range(200):
-            mode = theta * p / (h + delta)
-            delta = ((h / (h + delta)).sum() / mode.square().sum().clamp_min(1e-30)).clamp(1e-6, 1e12)
-        mode = theta * p / (h + delta)
-        kept[name] = (h + delta) * mode.square() > ((h + delta) / delta).log()
-    return Masks(kept)
-
-
-RULES: dict[str, Rule] = {
-    "auto": automatic,
-    "S > 1": plain,
-    "ESS": sample_size,
-    "BMR": reduced,
-    "BMR layer": reduced_by_layer,
-}
+RULES: dict[str, Rule] = {"auto": automatic, "S > 1": plain, "ESS": sample_size, "BMR": reduced}
 
 
 def accuracy(model: nn.Module, masks: Masks | None, test: InMemory) -> float:
