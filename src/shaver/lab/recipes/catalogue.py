@@ -138,7 +138,7 @@ _RECIPES: dict[str, _Make] = {
     "small-gpt-imdb": _language("stands in for GPT-2 on IMDB"),
     "small-gpt-words": _language("not there"),
     "record-300-100": _record("lenet-300-100", 68, 100),
-    "record-caffe": _record("lenet-caffe", 280, 400, batch_size=32),
+    "record-caffe": _record("lenet-caffe", 280, 400, batch_size=64),
     "record-lenet": _record("lenet-mnist", 100),
     "priors": _experiment(
         "Priors and curvatures: four priors × diagonal and KFAC, OPD and GraSP",
