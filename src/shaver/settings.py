@@ -32,8 +32,8 @@ class Settings:
         every: Online: steps between curvature measurements; four times as many while no update of δ is near.
             Default: 10, or fewer if δ is updated more often than every 30 steps.
         decay: Online: decay of the moving average of H, per curvature measurement.
-        update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates. The
-            default is at least 5, unless fewer than five updates would be left.
+        update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
+            weights share a δ). The default is at least 5, unless fewer than five updates would be left.
         burn_in: Share of ``total_steps`` before the first update of δ. Without ``total_steps``, the first update waits
             until the loss falls more slowly than it differs between batches; 0 to begin at once. By epochs: number of
             epochs.
@@ -103,12 +103,19 @@ class Settings:
         """
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
-    def pace(self, total_steps: int | None) -> tuple[int, int]:
-        """``every`` and ``update`` for a training of ``total_steps``. Warns if δ would never be updated."""
+    def pace(self, total_steps: int | None, *, per_weight: bool = True) -> tuple[int, int]:
+        """``every`` and ``update`` for a training of ``total_steps``. Warns if δ would never be updated.
+
+        Args:
+            total_steps: Number of steps, or None.
+            per_weight: Each weight has its own δ. A δ that many weights share needs fewer updates: 40 of them cost a
+                network with the unit prior a point of accuracy.
+        """
         update = self.update or USUAL
         if self.update is None and total_steps is not None:
             span = (self.freeze - self.burn_in) * total_steps
-            update = min(update, max(int(span / UPDATES), min(5, int(span / 5)), 1))
+            shortest = max(int(span / UPDATES), min(5, int(span / 5)), 1) if per_weight else max(int(span / 5), 1)
+            update = min(update, shortest)
         if total_steps is not None and int(self.freeze * total_steps / update) * update <= self.burn_in * total_steps:
             warnings.warn(
                 f"δ will not be updated in {total_steps} steps with update={update}, burn_in={self.burn_in:g} and "

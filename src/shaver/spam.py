@@ -115,7 +115,7 @@ class SpaM:
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
         if settings.online:
-            self._every, self._between = settings.pace(self.total_steps)
+            self._every, self._between = settings.pace(self.total_steps, per_weight=prior == "parameter")
             self.online = OnlineCurvature(
                 model,
                 data_size,

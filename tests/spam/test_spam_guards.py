@@ -20,6 +20,13 @@ def test_a_short_training_looks_and_learns_more_often(steps: int | None, expecte
     assert Settings().pace(steps) == expected
 
 
+def test_a_shared_delta_is_updated_less_often():
+    spam = SpaM(mlp(), N, total_steps=800)
+    shared = SpaM(mlp(), N, total_steps=800, prior="unit")
+    assert (spam._between, shared._between) == (12, 50)
+    assert Settings().pace(100, per_weight=False) == (4, 12)
+
+
 def test_frequent_updates_move_the_weights_less():
     shares = [Settings().share(update) for update in (1, 5, 13, 50)]
     assert shares == sorted(shares)
