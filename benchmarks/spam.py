@@ -173,7 +173,7 @@ def timing(name: str) -> dict[str, float]:
             began = time.process_time()
             act()
             seconds[kind].append(time.process_time() - began)
-        model.load_state_dict(twin.state_dict())  # learning nothing from noise, weights would become subnormal
+        model.load_state_dict(twin.state_dict())  # every repeat starts from the same weights
     found = {kind: min(times) for kind, times in seconds.items()}
     total = found["SpaM"] + measured * (found["measured"] - found["SpaM"]) + busy / update * found["update"]
     return {f"{kind}, ms": round(1000 * value, 2) for kind, value in found.items()} | {
