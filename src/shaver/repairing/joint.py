@@ -50,7 +50,12 @@ def joint_fit(
     The weights after the pass that was nearest to the dense network there are taken, or those from before.
 
     Example:
-        >>> before, after = joint_fit(small, loader, reference=dense, passes=20)
+        >>> dense = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+        >>> small = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> batches = [torch.randn(64, 8) for _ in range(16)]
+        >>> before, after = joint_fit(small, batches, reference=dense, passes=5)
+        >>> after < before
+        True
 
     Args:
         model: The network; its weights are changed in place. After an error or an interruption it is as it was.
