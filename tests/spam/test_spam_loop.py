@@ -207,8 +207,9 @@ def test_online_the_end_of_an_epoch_is_nothing_special():
 
 @pytest.mark.parametrize("shrink", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_an_update_finds_the_best_delta_and_moves_the_weights_along(shrink: float, temperature: float):
+def test_an_update_finds_the_best_delta_and_moves_the_weights_along(shrink: float, temperature: float, monkeypatch):
     """With a learning rate of 0 only the shrink moves weights, and the whole data set in a batch makes H exact."""
+    monkeypatch.setattr("shaver.spam.restore_vanishing", lambda *_: {})  # some draws would remove the last layer
     model, (x, y) = mlp(), blobs()
     spam = SpaM(
         model,
