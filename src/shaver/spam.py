@@ -5,7 +5,7 @@ The weights minimise Σ_n −log p(y_n|θ)/T + ½ θᵀδθ. δ maximises the ev
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,13 +23,13 @@ from shaver.evidence.noise import NoiseLearner
 from shaver.invariance import ScaleFree, kept_norms
 from shaver.likelihoods import Likelihood, get_likelihood
 from shaver.naming import check_count, check_name
-from shaver.priors import Grouping, Prior, make_prior
+from shaver.priors import Grouping, make_prior
 from shaver.ranks import Ranks, held_parameters, unwrapped
-from shaver.selection import Selection, take
+from shaver.selection import Selection
 from shaver.settings import IDLE, Settings, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
-from shaver.watch import Watch, restore_vanishing
+from shaver.watch import Watch
 
 
 class SpaM:
@@ -108,10 +108,7 @@ class SpaM:
         self._checked: set[tuple[int, ...]] = set()
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
-        self._emptied: set[str] = set()
-        self._exempt: dict[str, Tensor] = {}
-        self._kept: set[str] = set()
-        self._has_warned = self._is_frozen = False
+        self._has_warned = self._is_frozen = self._is_debiased = False
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
         if settings.online:
@@ -317,24 +314,12 @@ class SpaM:
         """
         self._is_frozen = True
 
-    def exempt(self, weights: Mapping[str, Tensor]) -> None:
-        """Train these weights under ``initial_precision``, not under the learned δ, until the next call.
+    def debias(self) -> None:
+        """Train the weights under ``initial_precision`` from now on, so that δ no longer pulls them to zero.
 
-        δ is still learned for them, and the posterior has it. Pruning during training uses this to undo at the end the
-        pull of δ on the weights that remain.
-
-        Args:
-            weights: Parameter → True where a weight is exempt. An empty dict ends all exemptions.
-
-        Raises:
-            ValueError: A name or shape is not that of a parameter, or the parameters are sharded.
+        δ is still learned, and the posterior has it. Pruning during training calls this once its masks are final.
         """
-        if weights and self._held.is_sharded:
-            raise ValueError("weights of sharded parameters cannot be exempt from the learned δ.")
-        for name, chosen in weights.items():
-            if name not in self.theta or chosen.shape != self.theta[name].shape:
-                raise ValueError(f"{name!r} with shape {tuple(chosen.shape)} is no parameter under SpaM's prior.")
-        self._exempt = {name: chosen.detach().to(self.theta[name].device) for name, chosen in weights.items()}
+        self._is_debiased = True
         self._made_of = []  # forces δ per parameter to be computed again
 
     def _frozen(self) -> bool:
@@ -362,63 +347,24 @@ class SpaM:
             self.online.rescale(scale, curvature.log_likelihood)
         self._held.decide_together([factor.values for factor in self.prior.factors])
         diagonal = curvature.diagonal()
-        self._keep_matrices(before, diagonal)
-        if settings.shrink and self.updates:
+        matrices = {name: diagonal[name] for name, parameter in self.theta.items() if parameter.ndim > 1}
+        self.watch.keep_matrices(self.prior, before, matrices, temperature, self._held.total, self.steps)
+        if settings.shrink and self.updates and not self._is_debiased:
             power = settings.shrink if self.online is None else settings.share(self._between)
             scale_free = self.scale_free.by_parameter
             for name, h in diagonal.items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
                 factor = shrink_factor(h / temperature, old, new, power)
-                if name in self._exempt:
-                    factor = factor.masked_fill(self._exempt[name], 1.0)
                 with kept_norms([self.theta[name]], scale_free):
                     rows[name].detach().mul_(factor.to(rows[name].dtype))
         self.updates += 1
-        self._warn_of_empty_matrices(rows)
-        self._warn_of_harm(posterior)
-
-    def _keep_matrices(self, before: Prior, diagonal: dict[str, Tensor]) -> None:
-        """Undo the update of δ for matrices that it would remove, see :func:`shaver.watch.restore_vanishing`."""
-        matrices = {name: diagonal[name] for name, parameter in self.theta.items() if parameter.ndim > 1}
-        found = restore_vanishing(self.prior, before, matrices, self.settings.temperature, self._held.total)
-        for name, (had, left) in found.items():
-            if had >= 1 and name not in self._kept:
-                self._kept.add(name)
-                warnings.warn(
-                    f"learning δ would remove every weight of {name!r}: at step {self.steps} its effective number of "
-                    f"weights would fall from {had:.3g} to {left:.2g}. SpaM keeps the δ that it has. If the layer "
-                    "matters, lower the learning rate or the temperature, or pass shrink=0.",
-                    stacklevel=5,
-                )
-
-    def _warn_of_harm(self, posterior: Posterior) -> None:
-        """If the loss rose or the evidence fell over several updates, hold back; warn the second time."""
-        if self.online is None:
-            return
-        likelihood = posterior.curvature.log_likelihood / self.settings.temperature
-        evidence = math.nan
-        if math.isfinite(likelihood):
-            evidence = likelihood + self._held.total(posterior.log_evidence - likelihood)[0]
-        harm = self.watch.harm(evidence)
-        if harm is not None and self.watch.signs == 2:
-            warnings.warn(
-                f"{harm} while δ was learned, for the second time (step {self.steps}). SpaM skips the next "
-                f"{self.watch.skipped} updates of δ. If this goes on, lower the learning rate, or the temperature, so "
-                "that the data count more against the prior.",
-                stacklevel=5,
-            )
-
-    def _warn_of_empty_matrices(self, rows: dict[str, Tensor]) -> None:
-        """Warn when a whole weight matrix has become zero, because the layer then has no effect."""
-        empty = [n for n, w in rows.items() if w.ndim > 1 and w.numel() and n not in self._emptied and not w.any()]
-        if empty:
-            self._emptied.update(empty)
-            warnings.warn(
-                f"every weight of {', '.join(map(repr, empty))} is zero after step {self.steps}, so the layer has no "
-                "effect. The learning rate is too high for the prior, or the data set too small: lower the learning "
-                "rate, or pass shrink=0.",
-                stacklevel=4,
-            )
+        self.watch.warn_of_empty_matrices(rows, self.steps)
+        if self.online is not None:
+            likelihood = curvature.log_likelihood / temperature
+            evidence = math.nan
+            if math.isfinite(likelihood):
+                evidence = likelihood + self._held.total(posterior.log_evidence - likelihood)[0]
+            self.watch.warn_of_harm(evidence, self.steps)
 
     # Results ---------------------------------------------------------------------------------------------------
 
@@ -492,7 +438,6 @@ class SpaM:
         self._held = held_parameters(self.theta, self.ranks)
         added = {name: p for name, p in self.theta.items() if name not in self.prior.names}
         self.prior = self.prior.select(kept, added, self.settings.initial_precision)
-        self._exempt = {n: take(chosen, kept.get(n)) for n, chosen in self._exempt.items() if n in self.theta}
         self._made_of = []  # forces δ per parameter to be computed again
         if self.online is not None:
             self.online.select(kept)
@@ -524,7 +469,7 @@ class SpaM:
             "scale_free": self.scale_free.state(),
             "watch": self.watch.state(),
             "is_frozen": self._is_frozen,
-            "exempt": dict(self._exempt),
+            "is_debiased": self._is_debiased,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -548,15 +493,16 @@ class SpaM:
         self.scale_free.load_state(state["scale_free"])
         self.watch.load_state(state["watch"])
         self._is_frozen = state["is_frozen"]
-        self.exempt(state.get("exempt", {}))  # absent in states of earlier versions
+        self._is_debiased = state.get("is_debiased", False)  # absent in states of earlier versions
+        self._made_of = []
         self._set_pace()
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:
         """δ of each parameter, computed again when the prior's values have been replaced."""
         values = [factor.values for factor in self.prior.factors]
         if len(values) != len(self._made_of) or any(a is not b for a, b in zip(values, self._made_of, strict=True)):
-            found = {name: self.prior.delta_of(name) for name in self.theta}
-            for name, chosen in self._exempt.items():
-                found[name] = torch.where(chosen, self.settings.initial_precision, found[name])
-            self._made_of, self._delta = values, {p: found[name] for name, p in self.theta.items()}
+            found = {p: self.prior.delta_of(name) for name, p in self.theta.items()}
+            if self._is_debiased:
+                found = {p: torch.full_like(delta, self.settings.initial_precision) for p, delta in found.items()}
+            self._made_of, self._delta = values, found
         return self._delta

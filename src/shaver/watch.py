@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -37,6 +38,8 @@ class Watch:
         self._data_size = data_size
         self._losses: list[float] = []
         self._evidence: list[float] = []
+        self._kept: set[str] = set()
+        self._emptied: set[str] = set()
         self.has_settled = self.is_told = False
         self.skipped = self.signs = 0
 
@@ -84,9 +87,53 @@ class Watch:
         noise = math.sqrt((statistics.variance(before) + statistics.variance(now)) / 2)
         return statistics.fmean(before) - statistics.fmean(now), noise
 
+    def warn_of_harm(self, log_evidence: float, step: int) -> None:
+        """Hold back if :meth:`harm` finds any, and warn the second time."""
+        harm = self.harm(log_evidence)
+        if harm is not None and self.signs == 2:
+            warnings.warn(
+                f"{harm} while δ was learned, for the second time (step {step}). SpaM skips the next {self.skipped} "
+                "updates of δ. If this goes on, lower the learning rate, or the temperature, so that the data count "
+                "more against the prior.",
+                stacklevel=6,
+            )
+
+    def keep_matrices(
+        self,
+        prior: Prior,
+        before: Prior,
+        diagonal: Mapping[str, Tensor],
+        temperature: float,
+        total: Callable[..., list[float]],
+        step: int,
+    ) -> None:
+        """Undo the update of δ for matrices that it would remove, and warn (:func:`restore_vanishing`)."""
+        for name, (had, left) in restore_vanishing(prior, before, diagonal, temperature, total).items():
+            if had >= 1 and name not in self._kept:
+                self._kept.add(name)
+                warnings.warn(
+                    f"learning δ would remove every weight of {name!r}: at step {step} its effective number of "
+                    f"weights would fall from {had:.3g} to {left:.2g}. SpaM keeps the δ that it has. If the layer "
+                    "matters, lower the learning rate or the temperature, or pass shrink=0.",
+                    stacklevel=6,
+                )
+
+    def warn_of_empty_matrices(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Warn once when a whole weight matrix has become zero, because the layer then has no effect."""
+        empty = [n for n, w in weights.items() if w.ndim > 1 and w.numel() and n not in self._emptied and not w.any()]
+        if empty:
+            self._emptied.update(empty)
+            warnings.warn(
+                f"every weight of {', '.join(map(repr, empty))} is zero after step {step}, so the layer has no "
+                "effect. The learning rate is too high for the prior, or the data set too small: lower the learning "
+                "rate, or pass shrink=0.",
+                stacklevel=6,
+            )
+
     def state(self) -> dict[str, Any]:
         """Everything needed to resume."""
-        return {name: value for name, value in vars(self).items() if name != "_data_size"}
+        fixed = ("_data_size", "_kept", "_emptied")
+        return {name: value for name, value in vars(self).items() if name not in fixed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""

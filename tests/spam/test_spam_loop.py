@@ -209,7 +209,7 @@ def test_online_the_end_of_an_epoch_is_nothing_special():
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_an_update_finds_the_best_delta_and_moves_the_weights_along(shrink: float, temperature: float, monkeypatch):
     """With a learning rate of 0 only the shrink moves weights, and the whole data set in a batch makes H exact."""
-    monkeypatch.setattr("shaver.spam.restore_vanishing", lambda *_: {})  # some draws would remove the last layer
+    monkeypatch.setattr("shaver.watch.restore_vanishing", lambda *_: {})  # some draws would remove the last layer
     model, (x, y) = mlp(), blobs()
     spam = SpaM(
         model,
@@ -392,26 +392,22 @@ def test_by_epochs_there_is_no_posterior_before_an_estimate():
         _ = spam.posterior
 
 
-# Exempt weights --------------------------------------------------------------------------------------------------
+# Debiasing -------------------------------------------------------------------------------------------------------
 
 
-def test_exempt_weights_train_under_the_initial_precision_and_are_not_shrunk():
+def test_debiased_weights_train_under_the_initial_precision_and_are_not_shrunk():
     model = mlp()
     spam = SpaM(model, N, total_steps=200, initial_precision=3.0, **QUICK)
     train(model, spam, sgd(model), split(blobs()), 3)
-    chosen = {"0.weight": torch.arange(48).reshape(8, 6) % 2 == 0}
-    spam.exempt(chosen)
-    learned = spam.prior.delta()["0.weight"]
-    used = spam.delta_by_parameter()[model[0].weight]
-    assert torch.equal(used, torch.where(chosen["0.weight"], torch.full_like(learned, 3.0), learned))
-    before = weights(model)["0.weight"]
+    spam.debias()
+    used = spam.delta_by_parameter()
+    assert all(bool((used[p] == 3.0).all()) for p in model.parameters())
+    before, learned = weights(model), spam.prior.delta()
     spam.update(split(blobs()))
-    moved = weights(model)["0.weight"] != before
-    assert not bool(moved[chosen["0.weight"]].any())
-    assert bool(moved[~chosen["0.weight"]].any())
-    assert not bool((spam.posterior.delta()["0.weight"] == 3.0).any())
-    spam.exempt({})
-    assert torch.equal(spam.delta_by_parameter()[model[0].weight], spam.prior.delta()["0.weight"])
-    for wrong in ({"7.weight": chosen["0.weight"]}, {"0.weight": torch.ones(2, dtype=torch.bool)}):
-        with pytest.raises(ValueError, match="no parameter under SpaM's prior"):
-            spam.exempt(wrong)
+    assert_close(weights(model), before, 0.0)
+    delta = spam.posterior.delta()
+    assert any(not torch.equal(delta[name], learned[name]) for name in delta), "δ is still learned"
+    assert not bool((delta["0.weight"] == 3.0).any())
+    again = SpaM(model, N, total_steps=200, initial_precision=3.0, **QUICK)
+    again.load_state_dict(spam.state_dict())
+    assert bool((again.delta_by_parameter()[model[0].weight] == 3.0).all())

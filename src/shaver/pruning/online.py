@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -185,8 +184,8 @@ class Learner(Protocol):
         """The posterior at the current weights."""
         ...
 
-    def exempt(self, weights: Mapping[str, Tensor]) -> None:
-        """Train these weights under the initial precision, not under the learned one."""
+    def debias(self) -> None:
+        """Train the weights under the initial precision from now on, not under the learned one."""
         ...
 
 
@@ -248,8 +247,7 @@ class OnlinePruner:
         kept = self._selector.select(scores, requested, self.schedule.sparsity, self.kept)
         self._set(kept)
         if self.schedule.debias and self._learner is not None and progress >= self.schedule.end:
-            trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-            self._learner.exempt({name: torch.ones_like(p, dtype=torch.bool) for name, p in trained.items()})
+            self._learner.debias()
         return report(requested, self._selector.masks(kept))
 
     def after_step(self, progress: float) -> None:
