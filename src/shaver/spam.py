@@ -501,7 +501,7 @@ class SpaM:
         """δ of each parameter, computed again when the prior's values have been replaced."""
         values = [factor.values for factor in self.prior.factors]
         if len(values) != len(self._made_of) or any(a is not b for a, b in zip(values, self._made_of, strict=True)):
-            found = {p: self.prior.delta_of(name) for name, p in self.theta.items()}
+            found: dict[Tensor, Tensor] = {p: self.prior.delta_of(name) for name, p in self.theta.items()}
             if self._is_debiased:
                 found = {p: torch.full_like(delta, self.settings.initial_precision) for p, delta in found.items()}
             self._made_of, self._delta = values, found
