@@ -6,10 +6,14 @@ scalar bias before every convolution, activation and linear layer, and a scalar 
 """
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shaver.zoo.network import Network, check_images, stages
 
 
 class Bias(nn.Module):
@@ -79,20 +83,45 @@ class FixupBlock(nn.Module):
         return F.relu(branch + self.shortcut(x, biased))
 
 
-@torch.no_grad()
-def initialise(network: nn.Module, stem: nn.Conv2d, head: nn.Linear) -> None:
-    """Fixup initialisation of a network made of :class:`FixupBlock`, a stem and a head."""
-    blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
-    _he(stem)
-    for block in blocks:
-        _he(block.conv1)
-        block.conv1.weight.mul_(len(blocks) ** -0.5)
-        block.conv2.weight.zero_()
-        if block.projection is not None:
-            _he(block.projection)
-    head.weight.zero_()
-    if head.bias is not None:
-        head.bias.zero_()
+class FixupNetwork(Network):
+    """A 3×3 stem, stages of Fixup blocks, and a classifier.
+
+    Args:
+        stem: Channels of the stem.
+        widths: Channels of each stage.
+        count: Blocks per stage.
+        projection: Whether shortcuts are 1×1 convolutions where the shape changes; see :class:`FixupBlock`.
+        options: The network's name and arguments, with ``channels`` and ``classes`` among them.
+    """
+
+    def __init__(self, stem: int, widths: Sequence[int], count: int, projection: bool, **options: int | str) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.stem = nn.Conv2d(int(options["channels"]), stem, 3, padding=1, bias=False)
+        self.bias1 = Bias()
+        self.blocks = stages(partial(FixupBlock, projection=projection), stem, widths, count)
+        self.bias2 = Bias()
+        self.head = nn.Linear(widths[-1], int(options["classes"]))
+        self._initialise()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(batch, classes)`` of images ``(batch, channels, h, w)``, usually 32×32."""
+        check_images(x, self.stem.in_channels)
+        x = self.blocks(F.relu(self.bias1(self.stem(x))))
+        logits: Tensor = self.head(self.bias2(F.adaptive_avg_pool2d(x, 1).flatten(1)))
+        return logits
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        _he(self.stem)
+        for block in self.blocks:
+            assert isinstance(block, FixupBlock)
+            _he(block.conv1)
+            block.conv1.weight.mul_(len(self.blocks) ** -0.5)
+            block.conv2.weight.zero_()
+            if block.projection is not None:
+                _he(block.projection)
+        self.head.weight.zero_()
+        self.head.bias.zero_()
 
 
 def _he(conv: nn.Conv2d) -> None:

@@ -1,4 +1,6 @@
-"""The base class of the zoo's networks, which stores their arguments, and checks of sizes and inputs."""
+"""The base class of the zoo's networks, stages of residual blocks, and checks of sizes and inputs."""
+
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -14,6 +16,25 @@ class Network(nn.Module):
     def __init__(self, name: str, **options: int | list[int] | str) -> None:
         super().__init__()
         self.arguments: dict[str, object] = {"name": name, **options}
+
+
+def stages(
+    block: Callable[[int, int, int], nn.Module], inputs: int, widths: Sequence[int], count: int
+) -> nn.Sequential:
+    """Stages of ``count`` blocks each; the first block of each stage but the first halves the resolution.
+
+    Args:
+        block: Makes a block from its input channels, output channels and stride.
+        inputs: Channels before the first block.
+        widths: Channels of each stage.
+        count: Blocks per stage.
+    """
+    blocks: list[nn.Module] = []
+    for stage, outputs in enumerate(widths):
+        for index in range(count):
+            blocks.append(block(inputs, outputs, 2 if stage and not index else 1))
+            inputs = outputs
+    return nn.Sequential(*blocks)
 
 
 def check_positive(**sizes: int) -> None:

@@ -16,11 +16,9 @@ from shaver.zoo.lenet_caffe import LeNetCaffe
 from shaver.zoo.mixer import Mixer
 from shaver.zoo.network import Network
 from shaver.zoo.reader import rebuilt_reader
-from shaver.zoo.resnet18 import ResNet18
-from shaver.zoo.resnet18_fixup import ResNet18Fixup
+from shaver.zoo.resnet18 import ResNet18, ResNet18Fixup
 from shaver.zoo.vit import ViT
-from shaver.zoo.wrn16 import WRN16
-from shaver.zoo.wrn16_fixup import WRN16Fixup
+from shaver.zoo.wrn16 import WRN16, WRN16Fixup
 
 _NETWORKS: dict[str, type[Network]] = {
     "fcn": FCN,

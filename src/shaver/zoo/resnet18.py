@@ -1,9 +1,10 @@
-"""ResNet-18 with BatchNorm for small images (He et al., 2016)."""
+"""ResNet-18 for small images (He et al., 2016), with BatchNorm and without normalisation."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shaver.zoo.network import Network, check_images, check_positive
+from shaver.zoo.fixup import FixupNetwork
+from shaver.zoo.network import Network, check_images, check_positive, stages
 
 
 class ResidualBlock(nn.Module):
@@ -47,14 +48,9 @@ class ResNet18(Network):
         super().__init__("resnet18", planes=planes, channels=channels, classes=classes)
         self.stem = nn.Conv2d(channels, planes, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(planes)
-        blocks: list[nn.Module] = []
-        inputs = planes
-        for stage in range(4):
-            outputs = planes * 2**stage
-            blocks += [ResidualBlock(inputs, outputs, 1 if stage == 0 else 2), ResidualBlock(outputs, outputs, 1)]
-            inputs = outputs
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(inputs, classes)
+        widths = [planes * 2**stage for stage in range(4)]
+        self.blocks = stages(ResidualBlock, planes, widths, 2)
+        self.head = nn.Linear(widths[-1], classes)
         initialise_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,6 +59,20 @@ class ResNet18(Network):
         x = self.blocks(F.relu(self.norm(self.stem(x))))
         logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
         return logits
+
+
+class ResNet18Fixup(FixupNetwork):
+    """A 3×3 stem and four stages of two Fixup blocks with zero-padding shortcuts.
+
+    With 64 planes and ten classes: 10,992,372 parameters, 42 of which are scalars (five per block and two more). The
+    arguments are those of :class:`ResNet18`.
+    """
+
+    def __init__(self, planes: int = 64, channels: int = 3, classes: int = 10) -> None:
+        check_positive(planes=planes, channels=channels, classes=classes)
+        widths = [planes * 2**stage for stage in range(4)]
+        options = {"planes": planes, "channels": channels, "classes": classes}
+        super().__init__(planes, widths, 2, projection=False, name="resnet18_fixup", **options)
 
 
 def initialise_convolutions(network: nn.Module) -> None:

@@ -1,9 +1,10 @@
-"""Wide ResNet with BatchNorm (Zagoruyko and Komodakis, 2016)."""
+"""Wide ResNet (Zagoruyko and Komodakis, 2016), with BatchNorm and without normalisation."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shaver.zoo.network import Network, check_images, check_positive
+from shaver.zoo.fixup import FixupNetwork
+from shaver.zoo.network import Network, check_images, check_positive, stages
 from shaver.zoo.resnet18 import initialise_convolutions
 
 
@@ -50,16 +51,10 @@ class WRN16(Network):
         count = blocks_per_stage(depth)
         super().__init__("wrn16", depth=depth, widen=widen, channels=channels, classes=classes)
         self.stem = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
-        blocks: list[nn.Module] = []
-        inputs = 16
-        for stage in range(3):
-            outputs = 16 * widen * 2**stage
-            for index in range(count):
-                blocks.append(WideBlock(inputs, outputs, 2 if stage > 0 and index == 0 else 1))
-                inputs = outputs
-        self.blocks = nn.Sequential(*blocks)
-        self.norm = nn.BatchNorm2d(inputs)
-        self.head = nn.Linear(inputs, classes)
+        widths = [16 * widen * 2**stage for stage in range(3)]
+        self.blocks = stages(WideBlock, 16, widths, count)
+        self.norm = nn.BatchNorm2d(widths[-1])
+        self.head = nn.Linear(widths[-1], classes)
         initialise_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,6 +63,19 @@ class WRN16(Network):
         x = F.relu(self.norm(self.blocks(self.stem(x))))
         logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
         return logits
+
+
+class WRN16Fixup(FixupNetwork):
+    """A 3×3 stem of 16 channels and three wide stages of Fixup blocks with 1×1 convolutions as shortcuts.
+
+    WRN-16-4 has 2,745,306 parameters for 10 classes and 2,768,436 for 100. The arguments are those of :class:`WRN16`.
+    """
+
+    def __init__(self, depth: int = 16, widen: int = 4, channels: int = 3, classes: int = 10) -> None:
+        check_positive(depth=depth, widen=widen, channels=channels, classes=classes)
+        widths, count = [16 * widen * 2**stage for stage in range(3)], blocks_per_stage(depth)
+        options = {"depth": depth, "widen": widen, "channels": channels, "classes": classes}
+        super().__init__(16, widths, count, projection=True, name="wrn16_fixup", **options)
 
 
 def blocks_per_stage(depth: int) -> int:
