@@ -37,8 +37,11 @@ from shaver.integrations.oneshot import BATCH, FEW, OneShot, prune_blocks
 
 LENGTH, TESTED = 512, 8192
 METHODS = ("magnitude", "wanda", "sparsegpt", "shaver")
-#: Also the dense model, the dense model's outputs as target, and whole units, all repaired.
-OTHERS = ("dense", "shaver, dense target", "units", "units by magnitude", "units, dense target")
+#: Also the dense model, the dense model's outputs as target, whole units and whole layers; all but the last repaired.
+OTHERS = (
+    "dense", "shaver, dense target", "units", "units by magnitude", "units, dense target", "layers",
+    "layers, not repaired",
+)  # fmt: skip
 
 
 def convert(folder: Path) -> None:
@@ -135,6 +138,7 @@ def measure(folder: Path, method: str, setting: str, windows: Tensor, tested: Te
         prune_by_sparsegpt(model, windows, **removed)
     elif method != "dense":
         settings: dict[str, Any] = {"units": "units" in method, "dense_target": "dense" in method}
+        settings |= {"layers": "layers" in method, "repair": "not repaired" not in method}
         if "magnitude" in method or method == "wanda":
             settings |= {"criterion": method.split()[-1], "repair": "units" in method}
         prune_blocks(model, windows[:1] if method == "magnitude" else windows, OneShot(**removed, **settings))
@@ -171,25 +175,35 @@ def rows(asked: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict
 
 
 @torch.no_grad()
-def speed(folders: list[Path], rounds: int = 3) -> None:
-    """Tokens per processor second of folders by turns, the best of some rounds: reading, and writing one by one."""
+def speed(folders: list[Path], rounds: int = 3, written: int = 24) -> None:
+    """Tokens per processor second of folders by turns, the best of some rounds: reading windows, and writing.
+
+    Writing has a prompt of 64 tokens; the time to read it and write the first token is subtracted.
+    """
     from transformers import AutoModelForCausalLM
 
     models = {folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders}
-    windows = windows_of(folders[0], "test", LENGTH)
-    best: dict[tuple[Path, str], float] = {}
+    windows = windows_of(folders[0], "test", 16 * LENGTH)
+
+    def seconds(model: Any, batch: int, count: int) -> float:
+        began = time.process_time()
+        if count:
+            model.generate(windows[:batch, :64], max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        else:
+            model(windows[:batch])
+        return time.process_time() - began
+
+    best: dict[tuple[str, Path], float] = {}
     for _ in range(rounds):
         for folder, model in models.items():
-            began = time.process_time()
-            model(windows)
-            read = time.process_time()
-            model.generate(windows[:1, :64], max_new_tokens=16, min_new_tokens=16, do_sample=False)
-            written = time.process_time()
-            for kind, rate in (("reads", windows.numel() / (read - began)), ("writes", 16 / (written - read))):
-                best[folder, kind] = max(rate, best.get((folder, kind), 0))
-    for (folder, kind), rate in best.items():
-        ratio = rate / best[folders[0], kind]
-        print(f"{folder.name} {kind} {rate:.1f} tokens per processor second, {ratio:.3f} times the first")
+            rates = {f"reading {batch} x {LENGTH}": batch * LENGTH / seconds(model, batch, 0) for batch in (1, 4)}
+            for batch in (1, 8, 16):
+                spent = seconds(model, batch, written + 1) - seconds(model, batch, 1)
+                rates[f"writing, batch {batch}"] = batch * written / spent
+            for kind, rate in rates.items():
+                best[kind, folder] = max(rate, best.get((kind, folder), 0))
+    for (kind, folder), rate in best.items():
+        print(f"{kind}: {folder.name} {rate:.1f} tokens per processor second, {rate / best[kind, folders[0]]:.3f} times")
 
 
 def check_sparsegpt() -> None:

@@ -19,6 +19,7 @@ from tests.integrations.causal_models import FAMILIES, folder, text, tokenizer, 
 
 _HALF = OneShot(sparsity=0.5)
 _SMALLER = OneShot(sparsity=0.5, units=True)
+_SHALLOWER = OneShot(sparsity=0.5, layers=True)
 #: Opens every folder with plain transformers, and generates with a cache from a padded batch.
 _SCRIPT = """
 import sys
@@ -55,7 +56,9 @@ def test_plain_transformers_opens_every_family_and_generates(tmp_path: Path) -> 
         small = prune_folder(source, tmp_path / name / "small", windows(8), _SMALLER)
         sizes = [(place / "model.safetensors").stat().st_size for place in (source, small.folder)]
         assert sizes[1] < 0.8 * sizes[0]
-        folders += [found.folder, small.folder]
+        shallow = prune_folder(source, tmp_path / name / "shallow", windows(8), _SHALLOWER)
+        assert shallow.sparsity == 0.5
+        folders += [found.folder, small.folder, shallow.folder]
     command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, *map(str, folders)]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=600)
     for place in folders:
@@ -69,6 +72,9 @@ def test_plain_transformers_opens_every_family_and_generates(tmp_path: Path) -> 
                 torch.testing.assert_close(outputs["logits"][row], expected, rtol=1e-4, atol=1e-4)
         assert outputs["words"].shape == (2, 9)
         assert (place / "generation_config.json").exists()
+        if place.name == "shallow":
+            assert model.config.num_hidden_layers == 1
+            continue
         report = json.loads((place / "pruning.json").read_text())
         nonzero = [int((model.get_parameter(row["name"]) != 0).sum()) for row in report["matrices"]]
         assert nonzero == [row["kept"] for row in report["matrices"]]
@@ -76,21 +82,23 @@ def test_plain_transformers_opens_every_family_and_generates(tmp_path: Path) -> 
             assert nonzero == [model.get_parameter(row["name"]).numel() for row in report["matrices"]]
 
 
-@pytest.mark.parametrize("settings", [_HALF, OneShot(pattern=(2, 4), dense_target=True), _SMALLER])
+@pytest.mark.parametrize("settings", [_HALF, OneShot(pattern=(2, 4), dense_target=True), _SMALLER, _SHALLOWER])
 def test_an_interrupted_call_continues_to_the_same_weights(
     tmp_path: Path, calibration: Path, settings: OneShot
 ) -> None:
     source = folder(tmp_path / "dense", dtype=torch.bfloat16)
 
     def killed(done: int, total: int) -> None:
-        raise KeyboardInterrupt
+        if not settings.layers or done == total:  # layers are tried first
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prune_folder(source, tmp_path / "a", calibration, settings, windows=8, length=16, progress=killed)
     assert not (tmp_path / "a").exists()
     again = prune_folder(source, tmp_path / "a", calibration, settings, windows=8, length=16)
     whole = prune_folder(source, tmp_path / "b", calibration, settings, windows=8, length=16)
-    assert (again.resumed, whole.resumed) == (1, 0)
+    repaired = 1 if not settings.layers else int(again.matrices[0].kept == 0)  # those after a removed layer
+    assert (again.resumed, whole.resumed) == (repaired, 0)
     assert not list(tmp_path.glob(".*.partial"))
     first, second = (load_file(place.folder / "model.safetensors") for place in (again, whole))
     assert first.keys() == second.keys()
@@ -214,12 +222,17 @@ def test_the_command_prunes_a_folder(tmp_path: Path, calibration: Path, capsys: 
     assert "50.00%" in shown
     weight = load_file(out / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     assert bool(((weight != 0).reshape(32, -1, 4).sum(2) == 2).all())
+    assert main([*common, "--scope", "layers", "--sparsity", "0.5", "--out", str(tmp_path / "shallow")]) == 0
+    shown = capsys.readouterr().out
+    assert "removed layers" in shown
+    assert "num_hidden_layers 2 → 1" in shown
     assert main([*common, "--scope", "units", "--sparsity", "0.25", "--out", str(tmp_path / "small")]) == 0
     assert "48 → 36" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "small" / "config.json").read_text())["intermediate_size"] == 36
     for wrong, said in (
         (["--scope", "units"], "--sparsity 0.25"),
         (["--scope", "units", "--sparsity", "0.001"], "nothing would be removed"),
+        (["--scope", "layers", "--sparsity", "0.1"], "nothing would be removed"),
         (["--sparsity", "auto"], "SpaM"),
         ([], "--sparsity 0.5 or --scope 2:4"),
         (["--sparsity", "0.5", "--data", "digits"], "--data does not apply"),

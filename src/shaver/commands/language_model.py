@@ -11,8 +11,8 @@ from shaver.integrations.model_folder import PrunedFolder, prune_folder
 from shaver.integrations.oneshot import OneShot
 from shaver.pruning.pruned import pattern_of
 
-#: The scope that removes whole units.
-UNITS = "units"
+#: The scopes that remove whole units and whole layers.
+UNITS, LAYERS = "units", "layers"
 _UNUSED = (
     "passes",
     "data",
@@ -36,24 +36,27 @@ def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
     if options.sparsity == "auto":
         raise ValueError("--sparsity auto needs a network trained with SpaM; give a share such as --sparsity 0.5.")
     pattern = pattern_of(options.scope)
-    if pattern is None and options.scope not in ("global", "layer", UNITS):
-        raise ValueError(f"unknown scope {options.scope!r}. Valid: layer, {UNITS}, or N:M such as 2:4.")
+    if pattern is None and options.scope not in ("global", "layer", UNITS, LAYERS):
+        raise ValueError(f"unknown scope {options.scope!r}. Valid: layer, {UNITS}, {LAYERS}, or N:M such as 2:4.")
     if (options.sparsity is None) == (pattern is None):
         raise ValueError(
-            "say how much to remove: either --sparsity 0.5 or --scope 2:4; --scope units takes --sparsity 0.25."
+            "say how much to remove: either --sparsity 0.5 or --scope 2:4; --scope units and --scope layers take "
+            "--sparsity 0.25."
         )
     settings = OneShot(
         sparsity=options.sparsity,
         pattern=pattern,
         criterion=options.criterion or "opd",  # type: ignore[arg-type]
         units=options.scope == UNITS,
+        layers=options.scope == LAYERS,
         repair=options.repair,
     )
     folder = options.checkpoint
     out = options.out or Path(f"{folder.resolve().name}-pruned")
-    columns = (TextColumn("blocks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    steps = "layers tried, and blocks" if settings.layers else "blocks"
+    columns = (TextColumn(steps), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("blocks", total=None)
+        task = bar.add_task(steps, total=None)
         pruned = prune_folder(
             folder,
             out,
@@ -67,6 +70,9 @@ def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
     console.print(_table(pruned))
     if pruned.resumed:
         console.print(f"{pruned.resumed} blocks had been finished by an interrupted call.", highlight=False)
+    if settings.layers:
+        gone = sorted({_place(row.name)[0] for row in pruned.matrices if not row.kept})
+        console.print(f"removed layers {', '.join(map(str, gone))}", highlight=False)
     for name, (before, after) in pruned.widths.items():
         console.print(f"{name} {before:,} → {after:,}", highlight=False)
     console.print(
@@ -86,12 +92,17 @@ def _table(pruned: PrunedFolder) -> Table:
         table.add_column(title, justify="right")
     kinds: dict[str, list[int]] = {}
     for place, row in enumerate(pruned.matrices):
-        parts = row.name.removesuffix(".weight").split(".")
-        number = max(i for i, part in enumerate(parts) if part.isdigit())
-        kinds.setdefault(".".join(parts[number + 1 :]), []).append(place)
+        kinds.setdefault(_place(row.name)[1], []).append(place)
     for kind, places in kinds.items():
         rows = [pruned.matrices[place] for place in places]
         error = 100 * sum(row.error for row in rows) / len(rows)
         weights, kept = sum(row.weights for row in rows), sum(row.kept for row in rows)
         table.add_row(kind, str(len(rows)), f"{weights:,}", f"{kept:,}", f"{error:.2f}")
     return table
+
+
+def _place(name: str) -> tuple[int, str]:
+    """The number of a matrix's block, and its name within the block."""
+    parts = name.removesuffix(".weight").split(".")
+    number = max(i for i, part in enumerate(parts) if part.isdigit())
+    return int(parts[number]), ".".join(parts[number + 1 :])

@@ -248,7 +248,8 @@ class PruneOptions(NetworkOptions):
             highest to try.
         scope: global ranks all weights together, layer removes the same share of each layer, 2:4 (or another N:M)
             keeps N of each M weights in a row. For a causal language model also units: the share of feed-forward units
-            and of key-value heads of each block, so that the model becomes smaller and faster.
+            and of key-value heads of each block, so that the model becomes smaller and faster; and layers: the share
+            of whole layers.
         valid_fraction: The share of the training data that training held out (valid_fraction of shaver.data.load), on
             which max-drop measures. Not needed for data of your own that have .valid.
         cap: No layer loses more than this share of its weights.
@@ -262,7 +263,7 @@ class PruneOptions(NetworkOptions):
     """
 
     max_drop: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
-    scope: Annotated[str, tyro.conf.arg(metavar="global|layer|N:M|units")] = "global"
+    scope: Annotated[str, tyro.conf.arg(metavar="global|layer|N:M|units|layers")] = "global"
     valid_fraction: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
     cap: Annotated[float, _SHARE] = 1.0
     minimum: Annotated[int, _WHOLE] = 0

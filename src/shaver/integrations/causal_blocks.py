@@ -29,11 +29,13 @@ class BlockChain:
         model: The model that they belong to.
         path: The name of the list that holds them, such as ``"model.layers"``.
         blocks: The modules.
+        gives_tuples: Whether a block gives its hidden states as the first part of a tuple.
     """
 
     model: nn.Module
     path: str
     blocks: Sequence[nn.Module]
+    gives_tuples: bool
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -94,12 +96,15 @@ def find_blocks(model: nn.Module) -> BlockChain:
         if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
     }
     seen: dict[str, list[tuple[int, Tensor, Tensor]]] = {path: [] for path in lists}
+    tuples: set[str] = set()
     handles = []
     for path, blocks in lists.items():
         for place, block in enumerate(blocks):
 
             def note(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path, place: int = place) -> None:
                 seen[path].append((place, _hidden(args, kwargs), _first(out)))
+                if not isinstance(out, Tensor):
+                    tuples.add(path)
 
             handles.append(block.register_forward_hook(note, with_kwargs=True))
     works = (
@@ -128,7 +133,7 @@ def find_blocks(model: nn.Module) -> BlockChain:
     changed = _first(_body(model)(input_ids=other, use_cache=False))
     if not torch.allclose(first[:, :-1].float(), changed[:, :-1].float(), rtol=1e-3, atol=1e-4):
         raise ValueError(f"{name} is not causal: a later token changes earlier outputs. {works}")
-    return BlockChain(model, outer[0], list(lists[outer[0]]))
+    return BlockChain(model, outer[0], list(lists[outer[0]]), outer[0] in tuples)
 
 
 def _is_chain(calls: Sequence[tuple[int, Tensor, Tensor]], size: int) -> bool:

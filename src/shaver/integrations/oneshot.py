@@ -14,9 +14,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from shaver.integrations.block_moments import Stage, StageMoments, find_stages, matrix, stage_moments
+from shaver.integrations.block_moments import Stage, StageMoments, find_stages, is_layer, matrix, stage_moments
 from shaver.integrations.block_units import BlockUnits, Widths, find_widths, shrink
 from shaver.integrations.causal_blocks import BlockChain, find_blocks
+from shaver.integrations.whole_layers import drop_layers, find_layers, layers_to_remove
 from shaver.measure.evaluating import evaluating
 from shaver.naming import check_name
 from shaver.pruning.ranking import check_sparsity
@@ -38,13 +39,16 @@ class OneShot:
     """What is removed from every weight matrix of every block, by which score, and whether the rest makes up for it.
 
     Attributes:
-        sparsity: The share of weights to remove from each matrix, or of units.
+        sparsity: The share of weights to remove from each matrix, or of units, or of layers.
         pattern: Instead of a share: ``(2, 4)`` keeps two of every four neighbours in a row.
         criterion: ``"opd"``: the posterior damage, that is, the cost of a removal after the rest of the row has made up
             for it. ``"wanda"``: the size of a weight times the norm of its input, within each row. ``"magnitude"``.
         units: Remove whole units, so that the model becomes smaller and faster: hidden units of the feed-forward part,
             and key-value heads with their query heads where the configuration can express it. The share is rounded to
             whole units and is the same in every block.
+        layers: Remove whole layers (blocks), so that the model becomes shallower: one after the other, each time the
+            one without which the loss on the calibration text is lowest. Those after them are then fitted to the dense
+            model's hidden states.
         repair: Move the remaining weights to their conditional mean.
         damping: How strongly weights are held near the dense ones, as a share of the mean squared input.
         dense_target: Fit the outputs of the dense model, instead of what the dense weights give on the pruned model's
@@ -55,6 +59,7 @@ class OneShot:
     pattern: tuple[int, int] | None = None
     criterion: Criterion = "opd"
     units: bool = False
+    layers: bool = False
     repair: bool = True
     damping: float = 0.01
     dense_target: bool = False
@@ -65,8 +70,12 @@ class OneShot:
             raise ValueError("say how much to remove: either sparsity=0.5 or pattern=(2, 4).")
         if self.sparsity is not None:
             check_sparsity(self.sparsity)
-        if self.units and self.sparsity is None:
-            raise ValueError("whole units have no pattern: say which share to remove, such as sparsity=0.25.")
+        if self.units and self.layers:
+            raise ValueError("units and layers are removed by two calls, one after the other: give one of them.")
+        if (self.units or self.layers) and self.sparsity is None:
+            raise ValueError("whole units and layers have no pattern: say which share to remove, as sparsity=0.25.")
+        if self.layers and self.criterion != "opd":
+            raise ValueError(f"layers are ranked by the loss without them: leave out criterion={self.criterion!r}.")
         if self.pattern is not None and not 0 < self.pattern[0] <= self.pattern[1]:
             raise ValueError(f"pattern is (n, m) with 0 < n <= m, such as (2, 4), not {self.pattern!r}.")
         if not self.damping > 0:
@@ -78,7 +87,7 @@ class PrunedMatrix:
     """One weight matrix after pruning.
 
     Attributes:
-        name: The parameter's name in the model.
+        name: The parameter's name in the model as it was.
         weights: How many it has.
         kept: How many are not removed.
         error: Squared error of the outputs as a share of the target's square.
@@ -106,7 +115,8 @@ def prune_blocks(
     """Prune the blocks of a causal model of the transformers library in their order; the model is changed in place.
 
     Each block reads what the pruned blocks before it give. Embeddings, norms, biases and the output layer stay. With
-    ``units=True`` the model's matrices and configuration are smaller afterwards; ``save_pretrained`` writes them.
+    ``units=True`` or ``layers=True`` the model and its configuration are smaller afterwards, as ``save_pretrained``
+    writes them.
 
     Example:
         >>> from shaver.integrations.oneshot import OneShot, prune_blocks
@@ -118,7 +128,7 @@ def prune_blocks(
         model: In float32, bfloat16 or float16; the work is done in float32.
         windows: Token ids, ``(windows, length)``. 64 windows of 512 tokens are useful.
         settings: What is removed, and how.
-        progress: ``progress(done, total)`` is called after each block.
+        progress: ``progress(done, total)`` is called after each block, and after each layer left out for trial.
         store: Called with number, block and its report after each block, to keep what is finished.
         restore: Called with number and block before each; loads a finished one and returns its report, else ``None``.
 
@@ -131,14 +141,27 @@ def prune_blocks(
     check_windows(model, windows)
     with evaluating(model), torch.no_grad():
         chain = find_blocks(model)
-        widths = find_widths(chain, settings.sparsity) if settings.units and settings.sparsity is not None else None
-        found: list[PrunedMatrix] = []
-        for done, rows in enumerate(_pruned(chain, windows, settings, widths, store, restore), 1):
-            found += rows
+        share = settings.sparsity or 0.0
+        widths = find_widths(chain, share) if settings.units else None
+        count = layers_to_remove(chain, share) if settings.layers else 0
+        steps = len(chain) + sum(len(chain) - number for number in range(count))
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
             if progress is not None:
-                progress(done, len(chain))
+                progress(done, steps)
+
+        removed = find_layers(chain, windows, count, step)
+        found: list[PrunedMatrix] = []
+        for rows in _pruned(chain, windows, settings, widths, removed, store, restore):
+            found += rows
+            step()
         if widths is not None:
             shrink(chain, widths)
+        if removed:
+            drop_layers(chain, removed)
     return found
 
 
@@ -171,6 +194,7 @@ def _pruned(
     windows: Tensor,
     settings: OneShot,
     widths: Widths | None,
+    removed: tuple[int, ...],
     store: Store | None,
     restore: Restore | None,
 ) -> Iterator[list[PrunedMatrix]]:
@@ -179,11 +203,19 @@ def _pruned(
     hidden = [chain.entering(batch) for batch in batches]
     few = windows[:1, :FEW]
     short = chain.calls(few)
-    is_dense = settings.dense_target and settings.repair
+    is_dense = (settings.dense_target or settings.layers) and settings.repair
     dense = [state.clone() for state in hidden] if is_dense else None
     for number, block in enumerate(chain.blocks):
         calls = [by_shape[batch.shape][number] for batch in batches]
         before = deepcopy(block).float() if dense is not None else None
+        is_first = bool(removed) and (dense is None or number < removed[0])  # nothing to make up for
+        if is_first or number in removed:
+            for place, call in enumerate(calls):
+                if dense is not None and before is not None:
+                    dense[place] = call(before, dense[place])
+                    hidden[place] = dense[place] if is_first else hidden[place]
+            yield _whole(f"{chain.path}.{number}", block, number not in removed)
+            continue
         rows = None if restore is None else restore(number, block)
         work = deepcopy(block).float()
         if rows is not None:
@@ -209,6 +241,14 @@ def _pruned(
         yield rows
 
 
+def _whole(place: str, block: nn.Module, is_kept: bool) -> list[PrunedMatrix]:
+    """The report of a block that stays as it is, or is removed."""
+    sizes = {path: matrix(module).numel() for path, module in block.named_modules() if is_layer(module)}
+    return [
+        PrunedMatrix(f"{place}.{path}.weight", size, size * is_kept, float(not is_kept)) for path, size in sizes.items()
+    ]
+
+
 def _prune_stage(
     work: nn.Module,
     block: nn.Module,
@@ -230,10 +270,11 @@ def _prune_stage(
                 target = target + (moments.drift[path] / moments.rows).float()
             upper = inverse_factor(second, torch.full_like(second[0], ridge))
             mean = target @ upper.t() @ upper
-        if units is None:
+        solved, kept = mean, torch.ones_like(mean, dtype=torch.bool)
+        if units is not None:
+            solved = units.reduced(work, path, mean, second, ridge)
+        elif not settings.layers:
             solved, kept = _solved(mean, target, second, ridge, settings)
-        else:
-            solved, kept = units.reduced(work, path, mean, second, ridge), torch.ones_like(mean, dtype=torch.bool)
         final = (solved * kept).to(matrix(own).dtype)
         off = final.float() - mean
         error = float(((off @ second) * off).sum() / ((mean @ second) * mean).sum().clamp_min(1e-30))

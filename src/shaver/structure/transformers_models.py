@@ -126,6 +126,15 @@ def skeleton(model: nn.Module) -> nn.Module | None:
     return _like(model, deepcopy(model.config))
 
 
+def without_weights(kind: type[nn.Module], config: Any) -> nn.Module | None:
+    """A model of a class from a configuration, without weights; None where the configuration does not build one."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return kind(config)
+    except Exception:  # a configuration's own checks raise what they like
+        return None
+
+
 def _refused(name: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
         f"no configuration of {name} expresses the widths of this compact model, so from_pretrained could not open "
@@ -162,13 +171,8 @@ def _configs(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selection
 
 def _like(model: nn.Module, config: Any) -> nn.Module | None:
     """A model of the same class, without weights, from a configuration; None if its shapes differ."""
-    kind: Any = type(model)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            built: nn.Module = kind(config)
-    except Exception:  # a configuration's own checks raise what they like
-        return None
-    return built if _shapes(built) == _shapes(model) else None
+    built = without_weights(type(model), config)
+    return built if built is not None and _shapes(built) == _shapes(model) else None
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
