@@ -203,7 +203,8 @@ def speed(folders: list[Path], rounds: int = 3, written: int = 24) -> None:
             for kind, rate in rates.items():
                 best[kind, folder] = max(rate, best.get((kind, folder), 0))
     for (kind, folder), rate in best.items():
-        print(f"{kind}: {folder.name} {rate:.1f} tokens per processor second, {rate / best[kind, folders[0]]:.3f} times")
+        ratio = rate / best[kind, folders[0]]
+        print(f"{kind}: {folder.name} {rate:.1f} tokens per processor second, {ratio:.3f} times the first")
 
 
 def check_sparsegpt() -> None:
