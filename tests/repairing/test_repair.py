@@ -9,6 +9,7 @@ from torch import nn
 
 import shaver
 from shaver.repairing import recalibrate, repair
+from shaver.repairing.calibration import calibration_list
 
 
 def seeded(build):
@@ -339,6 +340,17 @@ def test_an_interrupted_repair_leaves_the_network_as_it_was():
     assert same(pruned, kept)
     assert threading.active_count() == 1 or not any("Lane" in type(t).__name__ for t in threading.enumerate())
     assert not any(module._forward_hooks for module in [*pruned.modules(), *dense.modules()])
+
+
+def test_a_loader_is_read_up_to_a_limit_and_a_list_is_taken_whole():
+    def endless(size):
+        while True:
+            yield torch.zeros(size, 2)
+
+    assert sum(map(len, calibration_list(endless(100)))) == 4100
+    assert len(calibration_list(endless(1))) == 512
+    assert len(calibration_list("abc" for _ in range(600))) == 512, "batches of an unknown kind are counted too"
+    assert len(calibration_list([torch.zeros(100, 2)] * 60)) == 60
 
 
 def test_an_error_in_the_network_comes_out_and_changes_nothing():

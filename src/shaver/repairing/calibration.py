@@ -1,12 +1,16 @@
 """Calibration batches: inputs without labels, in any layout that the model can be called with."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import LABELS, Forward, check_batches
+from shaver.batches import LABELS, Forward, batch_size_of, check_batches
+
+#: What is read of a loader or generator: this many samples, or this many batches. A list is taken whole.
+SAMPLES, BATCHES = 4096, 512
 
 
 def call(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
@@ -36,6 +40,10 @@ def call(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
 def calibration_list(batches: Iterable[Any]) -> list[Any]:
     """The batches as a list that can be read many times, the same each time.
 
+    All batches are kept in memory, and a forward pass of each waits at every layer. A whole training set would take
+    hours, so a loader or a generator is read up to :data:`SAMPLES` samples or :data:`BATCHES` batches. A list or tuple
+    is taken as it is.
+
     Raises:
         TypeError: It is one batch instead of an iterable of batches.
         ValueError: There are none.
@@ -45,7 +53,14 @@ def calibration_list(batches: Iterable[Any]) -> list[Any]:
             f"calibration takes an iterable of batches; for a single one pass [batch], not a {type(batches).__name__}."
         )
     with torch.random.fork_rng(devices=[]):  # a loader draws its order from the global generator
-        found = list(_source(batches))
+        found: list[Any] = []
+        samples = 0
+        for batch in _source(batches):
+            found.append(batch)
+            with suppress(TypeError):  # a layout of the user's own; the batches are counted
+                samples += batch_size_of(batch)
+            if not isinstance(batches, list | tuple) and (samples >= SAMPLES or len(found) >= BATCHES):
+                break
     if not found:
         raise ValueError("there are no calibration batches: the iterable is empty.")
     return found

@@ -103,7 +103,8 @@ def repair(
     Args:
         model: The pruned network; its weights are changed in place. After an error or an interruption it is as it was.
         batches: Calibration data: tensors, tuples ``(inputs, …)`` or dicts. 256 images are useful, 1,000 to 4,000
-            better; they are kept in memory and read once per pass.
+            better; they are kept in memory. Of a loader the first 4,096 samples (or 512 batches) are taken, so it
+            should shuffle; a list is taken whole.
         reference: The network before pruning, with the same layers. It is not changed.
         masks: Which weights are kept, by parameter name; ``None`` takes what is not zero.
         posterior: Its δ is the damping. Without it, ``damping`` is.

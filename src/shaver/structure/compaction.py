@@ -143,8 +143,9 @@ def compact_with_report(
             never removed, residual streams only if asked for there.
         masks: Remove exactly the units that these masks removed, such as ``history.masks`` after pruning during
             training; criterion, sparsity and the options of the choice are then ignored.
-        calibration: Batches of unlabelled inputs. Before the units are removed, the weights that remain are repaired
-            (:func:`shaver.repair`), so that the small network's outputs are near those of the whole one.
+        calibration: Batches of unlabelled inputs (of a loader, the first 4,096 samples). Before the units are removed,
+            the weights that remain are repaired (:func:`shaver.repair`), so that the small network's outputs are near
+            those of the whole one.
         passes: Passes over the calibration data in which all layers of the small network are fitted together
             (:func:`shaver.repairing.joint_fit`). They help most where most was removed; 20 to 50 are useful.
         in_place: Change the network itself.
