@@ -70,3 +70,29 @@ def test_in_place_and_as_it_was_after_an_error(dense):
     assert small is dense
     assert small[0].out_channels == 4
     assert loss(small, whole) < 1
+
+
+def test_interrupted_in_place_leaves_the_network_and_its_optimizer_as_they_were(dense):
+    x, kept = inputs(3)[0][:2], copy.deepcopy(dense.state_dict())
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+    dense(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dense.load_state_dict(kept)
+
+    def stop(done, total):
+        if (done, total) == (2, 3):  # the second of three passes; there are four layers
+            raise KeyboardInterrupt
+
+    arguments = {"sparsity": 0.5, "calibration": inputs(1), "in_place": True, "optimizer": optimizer}
+    with pytest.raises(KeyboardInterrupt):
+        shaver.compact(dense, x, passes=3, progress=stop, **arguments)
+    assert all(torch.equal(value, kept[name]) for name, value in dense.state_dict().items())
+    assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in dense.parameters())
+    with pytest.raises(ValueError, match="in_place=True"):
+        shaver.compact(dense, x, **{**arguments, "in_place": False})
+    expected = shaver.compact(dense, x, sparsity=0.5, calibration=inputs(1), passes=3)
+    small = shaver.compact(dense, x, passes=3, **arguments)
+    assert small is dense
+    assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in dense.parameters())
+    torch.testing.assert_close(small(inputs(4)[0]), expected(inputs(4)[0]), rtol=1e-9, atol=1e-9)

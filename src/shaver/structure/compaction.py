@@ -1,10 +1,9 @@
 """``compact``: from a trained network to a smaller dense one in a single call."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -26,7 +25,7 @@ from shaver.structure.choice import Choice, ChoiceOptions, Chooser
 from shaver.structure.config_widths import Ties, evened, expressible
 from shaver.structure.groups import Groups, check_groups, kept_units, mask_units
 from shaver.structure.inputs import check_example
-from shaver.structure.removal import remove_units
+from shaver.structure.removal import Removal, remove_units
 from shaver.structure.scores import DAMAGE, score_units
 from shaver.structure.search import find_groups
 
@@ -188,63 +187,57 @@ def compact_with_report(
         scores = score_units(model, groups, criterion, posterior=posterior, batches=batches, **scoring)
         choice = Chooser(model, groups, options, example, ties).choose(scores, sparsity)
     before = cost(model, example, latency=False)
-    with _repaired(model, groups, choice, calibration, forward, progress, in_place=in_place) as (
-        repaired,
-        dense,
-        report,
-    ):
-        done = remove_units(
-            repaired,
-            groups,
-            choice.kept,
-            example,
-            forward=forward,
-            mask=masks is None and sparsity is not None,
-            in_place=in_place or calibration is not None,
-            optimizer=optimizer,
-            spam=spam,
-        )
-    if passes and report is not None and calibration is not None:
-        joint = joint_fit(done.model, calibration, reference=dense, passes=passes, forward=forward, progress=progress)
-        report = replace(report, joint=joint)
-    return CompactReport(done.model, groups, choice, before, cost(done.model, example, latency=False), report)
+    remove = partial(
+        remove_units,
+        groups=groups,
+        kept=choice.kept,
+        example=example,
+        forward=forward,
+        mask=masks is None and sparsity is not None,
+    )
+    if calibration is None:
+        small, report = remove(model, in_place=in_place, optimizer=optimizer, spam=spam).model, None
+    else:
+        whole, report = _repaired(model, groups, choice, calibration, forward, progress)
+        states: dict[str, Any] = {"optimizer": optimizer, "spam": spam}
+        small = remove(whole, **({} if in_place else states)).model  # refuses the state of another network
+        if passes:
+            joint = joint_fit(small, calibration, reference=model, passes=passes, forward=forward, progress=progress)
+            report = replace(report, joint=joint)
+        if in_place:
+            small = _put(model, whole, small, partial(remove, **states))
+    return CompactReport(small, groups, choice, before, cost(small, example, latency=False), report)
 
 
 compact = _network_alone(compact_with_report)
 
 
-@contextmanager
 def _repaired(
     model: nn.Module,
     groups: Groups,
     choice: Choice,
-    calibration: Iterable[Any] | None,
+    calibration: Iterable[Any],
     forward: Forward | None,
     progress: Callable[[int, int], None] | None,
-    *,
-    in_place: bool,
-) -> Iterator[tuple[nn.Module, nn.Module, Repaired | None]]:
-    """The network, or a copy, with the chosen units masked and the rest repaired, and the dense one.
+) -> tuple[nn.Module, Repaired]:
+    """A copy of the network with the chosen units masked and the rest repaired."""
+    whole = deepcopy(model)
+    masks = mask_units(whole, groups, choice.kept)
+    masks.apply_(whole)
+    return whole, repair(whole, calibration, reference=model, masks=masks, forward=forward, progress=progress)
 
-    After an error the network is as it was.
-    """
-    if calibration is None:
-        yield model, model, None
-        return
-    dense = deepcopy(model)
-    target = model if in_place else deepcopy(model)
-    masks = mask_units(target, groups, choice.kept)
+
+def _put(model: nn.Module, whole: nn.Module, small: nn.Module, remove: Callable[..., Removal]) -> nn.Module:
+    """Make the network itself the small one. After an error it is as it was."""
+    before = deepcopy(model.state_dict())
     try:
-        masks.apply_(target)
-        yield (
-            target,
-            dense,
-            repair(target, calibration, reference=dense, masks=masks, forward=forward, progress=progress),
-        )
+        model.load_state_dict(whole.state_dict())
+        remove(model, in_place=True)
     except BaseException:
-        if in_place:
-            model.load_state_dict(dense.state_dict())
+        model.load_state_dict(before)
         raise
+    model.load_state_dict(small.state_dict())
+    return model
 
 
 def _masked(model: nn.Module, groups: Groups, masks: Mapping[str, Tensor]) -> Choice:
