@@ -19,6 +19,8 @@ from shaver.naming import check_name
 ROOT_LIMIT = 2**28
 #: Labels are sampled from at most this many probabilities at a time; sampling needs twice their memory in addition.
 PIECE = 2**24
+#: Logits are divided by it before they are compared with a teacher's, so that the less likely classes count too.
+TEMPERATURE = 2.0
 
 
 class Likelihood(ABC):
@@ -49,6 +51,10 @@ class Likelihood(ABC):
         shape = (*columns.shape[:2], *(1,) * (outputs.ndim - 1))
         signs = torch.randint(0, 2, shape, generator=generator).to(columns) * 2 - 1
         return (columns * signs).sum(0)
+
+    def divergence(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+        """Per sample, how far the outputs are from a teacher's; for ``shaver.fit(…, teacher=…)``."""
+        raise TypeError(f"{type(self).__name__} has no divergence(outputs, teacher, targets), which teacher= needs.")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise ``ValueError`` if the outputs and targets do not fit together. Default: no check."""
@@ -134,6 +140,13 @@ class Classification(Likelihood):
         )
         return flat.reshape(len(outputs), -1).sum(1)
 
+    def divergence(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+        """T² KL(p*‖p), p = softmax(f/T) with T = :data:`TEMPERATURE` and p* the teacher's (Hinton et al., 2015)."""
+        logits = [self._last(f.float() if f.dtype in _HALF else f) / TEMPERATURE for f in (outputs, teacher)]
+        own, aim = (each.log_softmax(-1) for each in logits)
+        each = TEMPERATURE**2 * F.kl_div(own, aim, log_target=True, reduction="none").sum(-1)
+        return (each * (targets != self.ignore_index)).reshape(len(outputs), -1).sum(1)
+
     def root(self, outputs: Tensor) -> Tensor:
         """The Cholesky factor of diag(p) − p pᵀ in closed form: C − 1 columns per label, the rank of the Hessian.
 
@@ -205,6 +218,10 @@ class Regression(Likelihood):
         """½ Σ (f − y)²/σ² + ½ D log(2πσ²) per sample with D outputs."""
         squares = (outputs - targets).square().flatten(1)
         return 0.5 * squares.sum(1) / self.noise + 0.5 * squares.shape[1] * math.log(2 * math.pi * self.noise)
+
+    def divergence(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+        """½ Σ (f − f*)²/σ², f* the teacher's outputs."""
+        return 0.5 * (outputs - teacher).square().flatten(1).sum(1) / self.noise
 
     def root(self, outputs: Tensor) -> Tensor:
         """Unit vectors divided by σ, one per output of a sample."""

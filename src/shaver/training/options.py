@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shaver.batches import Forward, Targets, forward_of, targets_of
@@ -34,6 +35,8 @@ class Options:
             allowed for SpaM, whose prior replaces it.
         likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
         l1: λ, for ``method="l1"`` only; :func:`shaver.training.search_l1` finds a value.
+        teacher: A network with the same outputs, such as the one before pruning. Half of the loss is the divergence
+            from its outputs (:meth:`shaver.likelihoods.Likelihood.divergence`). For MAP and L1.
         clip: Largest norm of the whole gradient. Default: no clipping.
         accumulate: Batches per optimizer step. The gradient is that of one batch with all their samples.
         amp: Mixed precision: ``"float16"`` (with a gradient scaler), ``"bfloat16"``, or ``None`` for none.
@@ -52,6 +55,7 @@ class Options:
     weight_decay: float | None = None
     likelihood: str | Likelihood = "classification"
     l1: float = 1e-4
+    teacher: nn.Module | None = None
     clip: float | None = None
     accumulate: int = 1
     amp: str | None = None
@@ -84,14 +88,16 @@ class Options:
         for name in ("forward", "targets"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"{name} is a function, not {getattr(self, name)!r}.")
+        if self.teacher is not None and not isinstance(self.teacher, nn.Module):
+            raise TypeError(f"teacher is a network (nn.Module), not {self.teacher!r}.")
         if not (isinstance(self.optimizer, str | Optimizer) or callable(self.optimizer)):
             raise TypeError(
                 f"optimizer is a name, a function of the parameters or an optimizer, not {self.optimizer!r}."
             )
 
     def settled(self) -> dict[str, Any]:
-        """The options that change the numbers of a run, by name, without the optimizer and the likelihood."""
-        left_out = ("optimizer", "likelihood")
+        """The options that change the numbers of a run, by name, without those of types of their own."""
+        left_out = ("optimizer", "likelihood", "teacher")
         return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata and f.name not in left_out}
 
 

@@ -15,6 +15,7 @@ from shaver.batches import batch_size_of, forward_of, targets_of
 from shaver.files import checkpoints
 from shaver.io import check_folder
 from shaver.likelihoods import Classification, get_likelihood
+from shaver.measure.evaluating import evaluating
 from shaver.pruning import Hold, Masks, OnlinePruner, Schedule
 from shaver.repairing import recalibrate
 from shaver.training import divergence, identity
@@ -119,6 +120,7 @@ class Run:
             "optimizer": identity.describe_optimizer(self.options.optimizer, self.optimizer),
             "likelihood": identity.describe(self.options.likelihood),
             "noise": dict(self.likelihood.state()),
+            "teacher": None if (guide := self.options.teacher) is None else identity.fingerprint(guide.state_dict()),
             "masks": None if masks is None else f"{masks.kept} of {masks.total} weights, {identity.fingerprint(masks)}",
             identity.DATA: self.train.description,
             identity.VALID: None if self.valid is None else self.valid.description,
@@ -221,6 +223,8 @@ class Run:
                 if not self._checked:  # only in the first epoch
                     self.likelihood.check(outputs, expected)
                 loss = self._loss(outputs, expected, size)
+                if self.options.teacher is not None:
+                    loss = (loss + self._divergence(self.options.teacher, batch, outputs, expected) / size) / 2
             value = float(loss.detach())
             if not math.isfinite(value):
                 raise self._diverged(divergence.explain_loss(self.model, batch, outputs, value), ahead=1)
@@ -234,6 +238,17 @@ class Run:
         if self.spam is not None and self.plain_loss:
             return self.spam.loss(outputs, expected)  # the same number, which SpaM records
         return self.likelihood.nll(outputs, expected).sum() / size
+
+    def _divergence(self, teacher: nn.Module, batch: Any, outputs: Tensor, expected: Tensor) -> Tensor:
+        """The sum over a batch of the divergence from the teacher's outputs."""
+        with evaluating(teacher):
+            aim = self.options.forward(teacher, batch)
+        if aim.shape != outputs.shape:
+            raise ValueError(
+                f"the teacher's outputs have shape {tuple(aim.shape)}, the network's {tuple(outputs.shape)}: a teacher "
+                "has the same outputs."
+            )
+        return self.likelihood.divergence(outputs, aim, expected).sum()
 
     def _again(self) -> Iterator[Any]:
         """The batches of the current epoch again, for a curvature estimate."""
