@@ -57,11 +57,13 @@ class ScaleFree:
         """Parameter → number of groups."""
         return {self._theta[name]: count for name, count in self.groups.items() if name in self._theta}
 
-    @torch.no_grad()
     def observe(self) -> None:
         """Compare the current gradients with the weights; after ``STEPS`` calls decide, then do nothing."""
-        if self.steps >= STEPS:
-            return
+        if self.steps < STEPS:
+            self._compare()
+
+    @torch.no_grad()
+    def _compare(self) -> None:
         self.steps += 1
         for name, parameter in self._theta.items():
             own = local(parameter)

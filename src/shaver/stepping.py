@@ -1,11 +1,11 @@
 """How the prior enters an optimizer's step: as a proximal step, which is stable for every δ, or as a gradient."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
@@ -16,6 +16,9 @@ from shaver.shards import local
 NEGLIGIBLE = 1e-4
 #: Weights below this size are set to zero every few steps, for the same reason.
 VANISHED = 1e-30
+#: Elements of a weight that are treated together: few enough for a core's cache.
+PIECE = 2**18
+_ONE = torch.ones((), device="cpu")
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> None:
@@ -57,23 +60,32 @@ def apply_prior(
         strength: Factor of the prior in the minimised loss: 1/N for a mean over N samples.
         scale_free: Parameter → number of groups of rows whose norm is kept; see :mod:`shaver.invariance`.
     """
+    scale_free = scale_free or {}
     for group in optimizer.param_groups:
-        weights = [p for p in group["params"] if p in delta and p.grad is not None]
-        if not weights:
-            continue
-        precisions = [delta[p] for p in weights]
-        steps = [effective_step(optimizer, group, p) for p in weights]
-        steps = [local(step) if isinstance(step, Tensor) else step for step in steps]
-        if any(isinstance(step, Tensor) for step in steps):
-            factors = [d * (step * strength) for d, step in zip(precisions, steps, strict=True)]
-        else:  # one step size for the whole group
-            factors = list(torch._foreach_mul(precisions, steps[0] * strength))
-        torch._foreach_add_(factors, 1.0)
-        torch._foreach_reciprocal_(factors)
-        for factor in factors:
-            F.threshold(factor, NEGLIGIBLE, 0.0, inplace=True)
-        with kept_norms(weights, scale_free or {}):
-            torch._foreach_mul_([local(p) for p in weights], factors)
+        for weight in group["params"]:
+            if weight.grad is None or weight not in delta:
+                continue
+            own, precision = local(weight), delta[weight]
+            with kept_norms([weight], scale_free) if weight in scale_free else nullcontext():
+                for rows in _pieces(own):
+                    step = effective_step(optimizer, group, weight, rows)
+                    part = own if rows is None else own[rows]
+                    count = precision if rows is None else precision.expand_as(own)[rows]
+                    if isinstance(step, Tensor):
+                        factor = (count * step.mul_(strength)).add_(1.0)
+                    else:
+                        factor = torch.add(_ONE, count, alpha=step * strength)
+                    torch.threshold_(factor.reciprocal_(), NEGLIGIBLE, 0.0)
+                    part.mul_(factor)
+
+
+def _pieces(weight: Tensor) -> Iterator[slice | None]:
+    """Rows of a large tensor, a few at a time, so that they stay in a core's cache; None for all of a small one."""
+    if weight.numel() <= PIECE:
+        yield None
+        return
+    step = max(1, PIECE * len(weight) // weight.numel())
+    yield from (slice(start, start + step) for start in range(0, len(weight), step))
 
 
 @torch.no_grad()
@@ -81,32 +93,44 @@ def clear_vanished(weights: Iterable[Tensor]) -> None:
     """Set weights below ``VANISHED`` to zero."""
     for weight in weights:
         own = local(weight)
-        own.masked_fill_(own.abs() < VANISHED, 0.0)
+        torch.hardshrink(own, VANISHED, out=own)
 
 
-def effective_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | Tensor:
+def effective_step(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, rows: slice | None = None
+) -> float | Tensor:
     """How far a constant unit gradient moves a weight per step, once momentum has built up.
 
     SGD: lr·(1 − dampening)/(1 − momentum). Adam and its variants, RMSprop, Adagrad and Adadelta: lr/(√v̂ + ε) per
     weight, with v̂ as each of them defines it. Any other optimizer: its learning rate.
+
+    Args:
+        optimizer: The optimizer.
+        group: Its group that has the parameter.
+        parameter: The parameter. If it is sharded, the result has this rank's rows.
+        rows: Only these rows. Default: all.
     """
     lr = float(group["lr"])
     momentum = float(group.get("momentum", 0.0))
     state = optimizer.state.get(parameter, {})
     square: Tensor
+
+    def of(name: str) -> Tensor:
+        return local(state[name]) if rows is None else local(state[name])[rows]
+
     if "exp_avg_sq" in state:  # Adam, AdamW, NAdam, RAdam
-        square = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+        square = of("max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
         square = square / (1.0 - float(group["betas"][1]) ** float(state["step"]))
     elif "acc_delta" in state:  # Adadelta: both roots have ε inside
-        ratio: Tensor = (state["acc_delta"] + group["eps"]).div_(state["square_avg"] + group["eps"])
+        ratio: Tensor = (of("acc_delta") + group["eps"]).div_(of("square_avg") + group["eps"])
         return ratio.sqrt_().mul_(lr)
     elif "square_avg" in state:  # RMSprop
         lr /= 1 - momentum
-        square = state["square_avg"]
-        square = square.addcmul(state["grad_avg"], state["grad_avg"], value=-1) if group["centered"] else square.clone()
+        square = of("square_avg")
+        square = square.addcmul(of("grad_avg"), of("grad_avg"), value=-1) if group["centered"] else square.clone()
     elif "sum" in state:  # Adagrad
         lr /= 1 + (float(state["step"]) - 1) * float(group["lr_decay"])
-        square = state["sum"].clone()
+        square = of("sum").clone()
     else:
         dampening = float(group.get("dampening", 0.0)) if momentum else 0.0  # torch ignores it without momentum
         return lr * (1 - dampening) / (1 - momentum)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shaver.shards import local
 from shaver.stepping import effective_step
 from shaver.training.history import History
 
@@ -23,9 +24,8 @@ def soft_threshold(optimizer: Optimizer, coefficient: float) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.ndim >= 2 and parameter.grad is not None:
-                amount = effective_step(optimizer, group, parameter) * coefficient
-                shrunk = (parameter.abs() - amount).clamp_min(0)
-                parameter.copy_(torch.copysign(shrunk, parameter))
+                amount, own = effective_step(optimizer, group, parameter) * coefficient, local(parameter)
+                own.copy_(torch.copysign((own.abs() - amount).clamp_min(0), own))
 
 
 def l1_norm(model: nn.Module) -> Tensor:
