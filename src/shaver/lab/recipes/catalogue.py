@@ -81,7 +81,8 @@ def _record(task: str, *compressions: float, **training: Any) -> _Make:
     Weights and biases are removed until half of the training, and δ is learned as long. Then the masks are held, and
     the remaining weights leave the learned prior.
     """
-    sparsities = tuple(1 - 1 / times for times in compressions)
+    # a thousandth more, so that a rounded count of weights does not fall short
+    sparsities = tuple(1 - 1 / (1.001 * times) for times in compressions)
 
     def make(name: str, scale: str) -> Recipe:
         online = {"biases": True, "debias": True, "end": 0.5}
