@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import shaver
+from shaver.criteria.scoring import Scores
 from shaver.pruning.rounds import levels, rescored
 
 
@@ -55,6 +56,23 @@ def test_calibration_brings_the_outputs_nearer_at_the_same_sparsity(dense, optio
     assert loss(repaired, dense) < 0.5 * loss(plain, dense)
     assert "repaired the weights of 3 layers" in str(after)
     assert before.repaired is None
+
+
+def test_weights_that_training_shrank_to_nothing_do_not_come_back(dense):
+    """As after SpaM: tiny weights with an enormous precision. A repair moves them, but the others are what matters."""
+    scores = {}
+    for name, parameter in dense.named_parameters():
+        if parameter.ndim > 1:
+            is_tiny = torch.arange(parameter.numel()).reshape(parameter.shape) % 4 != 0
+            with torch.no_grad():
+                parameter[is_tiny] *= 1e-9
+            scores[name] = torch.where(is_tiny, 1e7, 1.0) * parameter.detach().square()
+    model = copy.deepcopy(dense)
+    found = shaver.prune(model, Scores(scores, degree=2), 0.7, calibration=batches())
+    for name, mask in found.masks.items():
+        large = dense.get_parameter(name).abs() > 1e-6
+        assert bool(mask[large].all()), name
+    assert loss(model, dense) < 1e-12
 
 
 def test_the_last_round_removes_what_the_rounds_before_have_removed(dense):

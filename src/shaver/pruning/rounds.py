@@ -23,6 +23,8 @@ from shaver.repairing.calibration import calibration_list
 
 #: A round keeps at least this share of the weights that the previous round kept.
 SHARE = 0.7
+#: How many times its old size a repaired weight may count as, at most, when it is ranked again.
+GROWTH = 10.0
 
 
 def levels(sparsity: float, share: float = SHARE) -> list[float]:
@@ -166,13 +168,18 @@ class Rounds:
 
 
 def rescored(scores: Mapping[str, Tensor], before: nn.Module, after: nn.Module) -> dict[str, Tensor]:
-    """The scores after the weights have changed: each is multiplied by |new/old| to the power of its ``degree``."""
+    """The scores after the weights have changed: each is multiplied by |new/old| to the power of its ``degree``.
+
+    No weight counts as more than :data:`GROWTH` times its old size. SpaM shrinks weights to nothing and gives them an
+    enormous precision. A repair moves them a little, and by that ratio they would outrank all others.
+    """
     degree = getattr(scores, "degree", 1)
     old, new = dict(before.named_parameters()), dict(after.named_parameters())
     result = {}
     for name, values in scores.items():
         ratio = (new[name] / old[name]).detach().abs()
-        result[name] = values * torch.where(ratio.isfinite(), ratio, 1.0).pow(degree).to(values)
+        ratio = torch.where(ratio.isfinite(), ratio, 1.0).clamp(max=GROWTH)
+        result[name] = values * ratio.pow(degree).to(values)
     return result
 
 
