@@ -125,6 +125,20 @@ class Case:
 
         return run
 
+    def by_factors(self, sparsity: float, labels: Tensor) -> Method:
+        """Magnitude, then one repair from the Kronecker factors of a posterior and no further pass over data."""
+
+        def run(model: nn.Module) -> nn.Module:
+            labelled = list(zip(self.calibration, labels.split(len(self.calibration[0])), strict=True))
+            curvature = shaver.curvature.estimate(model, labelled, structure="kron", source="mc")
+            posterior = shaver.evidence.fit_prior(model, curvature)
+            dense = copy.deepcopy(model)
+            shaver.prune(model, shaver.score(model, "magnitude"), sparsity)
+            shaver.repair(model, reference=dense, posterior=posterior, damping=0.01)
+            return model
+
+        return run
+
     def together(self, repaired: Method) -> Method:
         """What ``prune(…, passes=…)`` does after the last round, on the network of the row before."""
 
@@ -319,6 +333,9 @@ def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator
         else:
             shares = {"lenet": (0.95, 0.97, 0.98), "fashion": (0.9, 0.95), "batchnorm": (0.8, 0.9)}[part]
             yield case, weights(case, shares)
+            if part == "lenet":
+                labels = found["splits"].train[_some(4000, 60_000)][1]
+                yield case, (("weights", s, "repair, Kronecker factors", case.by_factors(s, labels)) for s in shares)
 
 
 def _some(count: int, total: int) -> Tensor:

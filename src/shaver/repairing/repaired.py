@@ -12,10 +12,11 @@ from shaver.batches import Forward, check_network
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.registry import check_posterior
 from shaver.measure.evaluating import evaluating
-from shaver.naming import check_count, check_functions, check_number, shown
+from shaver.naming import check_functions, check_number, shown
 from shaver.repairing.calibration import calibration_list, call
 from shaver.repairing.conditional import conditional_mean
-from shaver.repairing.joint import joint_fit
+from shaver.repairing.factors import factor_blocks, fit_by_factors
+from shaver.repairing.joint import check_passes, joint_fit
 from shaver.repairing.moments import Moments, Statistics, sequential_moments
 from shaver.repairing.norms import restored, set_statistics
 from shaver.repairing.rectified import rectified_error, rectified_fit, rectified_variance
@@ -76,7 +77,7 @@ class Repaired:
 
 def repair(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | None = None,
     *,
     reference: nn.Module,
     masks: Mapping[str, Tensor] | None = None,
@@ -109,7 +110,7 @@ def repair(
         masks: Which weights are kept, by parameter name; ``None`` takes what is not zero.
         posterior: Its δ is the damping. Without it, ``damping`` is.
         damping: How strongly weights are held near the dense ones, as a share of the mean squared input. ``None`` is
-            0.01.
+            0.01; without batches, ``None`` is the posterior's δ.
         passes: Passes over the batches in which all layers are fitted together (:func:`shaver.repairing.joint_fit`).
             Each batch is one step of gradient descent. They help most where most was removed; 20 to 50 are useful.
         forward: ``forward(model, batch)`` for batches of another layout.
@@ -119,23 +120,26 @@ def repair(
         The error of each layer before and after, and the names of what could not be repaired.
 
     Raises:
-        ValueError: There are no batches, they hold NaN, or model and reference do not fit together.
+        ValueError: There are neither batches nor Kronecker factors, batches hold NaN, or model and reference do not fit
+            together.
     """
     if damping is not None:
         check_number("damping, a share of the mean squared input,", damping, least=0, above=True)
-    check_count("passes", passes, 0)
+    check_passes(passes, batches)
     check_functions(forward=forward, progress=progress)
     check_posterior(posterior)
     check_network(model, "repair")
     check_network(reference, "reference=")
     if reference is model:
         raise ValueError("the reference is the model itself; pass a copy from before pruning (copy.deepcopy).")
-    data = calibration_list(batches)
+    data = [] if batches is None else calibration_list(batches)
     kept = _kept(model, reference, masks)
     removed = [name for name, mask in kept.items() if not bool(mask.all())]
     if not removed:
         return Repaired()
     weights = [name for name in removed if kept[name].ndim > 1]
+    if batches is None:
+        return _without_data(model, reference, kept, weights, posterior, damping)
     with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]), _atomic(model):
         plan = make_plan(reference, lambda: call(reference, data[0], forward), weights)
         fitting = _Fitting(model, reference, kept, posterior, DAMPING if damping is None else damping)
@@ -160,6 +164,26 @@ def repair(
                 model, data, reference=reference, passes=passes, masks=kept, forward=forward, progress=report
             )
     return Repaired(tuple(fitting.layers), tuple(fitting.norms), plan.unrepaired, joint)
+
+
+def _without_data(
+    model: nn.Module,
+    reference: nn.Module,
+    kept: Mapping[str, Tensor],
+    removed: Iterable[str],
+    posterior: PosteriorLike | None,
+    damping: float | None,
+) -> Repaired:
+    """Repair from the Kronecker factors of a posterior, and name what has none."""
+    if posterior is None or not factor_blocks(posterior):
+        raise ValueError(
+            'repair needs batches of inputs, or a posterior with Kronecker factors (structure="kron") in their place.'
+        )
+    with _atomic(model):
+        errors = fit_by_factors(model, reference, kept, posterior, damping)
+    layers = [RepairedLayer(name, float(kept[name].double().mean()), *pair) for name, pair in errors.items()]
+    left = {name: "the posterior has no Kronecker factors of it" for name in removed if name not in errors}
+    return Repaired(tuple(layers), (), left | dict.fromkeys(norms_of(model), "BatchNorm needs batches of inputs"))
 
 
 class _Fitting:

@@ -1,0 +1,81 @@
+"""Repair without data: the conditional mean from a posterior's Kronecker factors.
+
+The Kronecker curvature A ⊗ G of a layer has the second moment A of its inputs. The row o of the weight matrix has the
+posterior precision G_oo A + δ_o, and its kept weights K, given that the removed ones R are zero, the mean
+
+    θ_K ← θ_K + (A_KK + Λ)⁻¹ A_KR θ_R,     Λ = δ_o / G_oo .
+
+A is that of the dense network: what earlier layers do wrong is not made up for. It has no mean of the inputs, so that
+biases stay as they are.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shaver.criteria import PosteriorLike
+from shaver.curvature.blocks import KroneckerBlock
+from shaver.repairing.conditional import conditional_mean
+from shaver.repairing.sites import parameters_of
+
+#: The largest Λ, as a multiple of the mean squared input. A row without curvature stays where it is.
+LIMIT = 1e8
+
+
+def factor_blocks(posterior: PosteriorLike | None) -> dict[str, KroneckerBlock]:
+    """The Kronecker blocks of a posterior by parameter name; none for a diagonal one."""
+    blocks = getattr(getattr(posterior, "curvature", None), "blocks", {})
+    return {
+        name: block for name, block in blocks.items() if isinstance(block, KroneckerBlock) and block.A.shape[-1] > 1
+    }
+
+
+@torch.no_grad()
+def fit_by_factors(
+    model: nn.Module,
+    reference: nn.Module,
+    kept: Mapping[str, Tensor],
+    posterior: PosteriorLike,
+    share: float | None = None,
+) -> dict[str, tuple[float, float]]:
+    """Give each pruned weight with Kronecker factors its conditional mean.
+
+    Args:
+        model: The pruned network, changed in place.
+        reference: The network before pruning, at whose weights the posterior was estimated.
+        kept: Which weights are kept, by parameter name.
+        posterior: Has the factors and δ.
+        share: Λ as a share of the mean squared input, in place of δ/G.
+
+    Returns:
+        By parameter name: the squared error of the layer's outputs before and after, as a share of their square.
+    """
+    own, dense = parameters_of(model), parameters_of(reference)
+    delta, precision = posterior.delta(), posterior.precision()
+    errors = {}
+    for name, block in factor_blocks(posterior).items():
+        if name not in kept or bool(kept[name].all()):
+            continue
+        mean, masks = block.to_matrix(dense[name].detach()).double(), block.to_matrix(kept[name])
+        prior = block.to_matrix(delta[name].expand_as(own[name])).double()
+        curvature = block.to_matrix(precision[name]).double() - prior
+        solved, before, after, total = torch.empty_like(mean), 0.0, 0.0, 0.0
+        for group, moment in enumerate(block.A.double()):
+            squares = moment.diagonal()
+            limit = LIMIT * squares.mean() + 1e-30
+            if share is None:
+                gain = curvature[group].sum(-1, keepdim=True) / squares.sum().clamp_min(1e-30)
+                damping = torch.where(gain > 0, prior[group] / gain.clamp_min(1e-300), limit).clamp(max=limit)
+            else:
+                damping = (share * squares.mean()).expand(1, len(squares))
+            damping = damping + 1e-12 * squares.mean() + 1e-30
+            solved[group] = conditional_mean(moment, mean[group] @ moment, masks[group], mean[group], damping)
+            removed = mean[group] * ~masks[group]
+            before, after, total = (
+                sum_ + float((part @ moment * part).sum())
+                for sum_, part in ((before, removed), (after, solved[group] - mean[group]), (total, mean[group]))
+            )
+        own[name].copy_(block.from_matrix(solved).to(own[name]))
+        errors[name] = (before / (total or 1.0), after / (total or 1.0))
+    return errors
