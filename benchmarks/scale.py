@@ -34,7 +34,7 @@ class Cost:
     """The cost of SpaM on one rank, in float32 values per weight.
 
     Attributes:
-        held: Kept all the time: δ, the average of H, and the H of the last update.
+        held: Kept all the time: δ and the average of H.
         measuring: Kept during a curvature measurement: squared gradients.
         message: Sent through collectives per step, on average.
     """
@@ -55,8 +55,8 @@ def cost(ranks: int, sharded: bool, every: int = 10, update: int = 50, largest: 
         largest: The largest layer's share of the weights. Its squares are whole before they are scattered.
     """
     if sharded:
-        return Cost(3 / ranks, 1 / ranks + largest, 1 / every)
-    return Cost(3, 1, 1 / every + 1 / update)
+        return Cost(2 / ranks, 1 / ranks + largest, 1 / every)
+    return Cost(2, 1, 1 / every + 1 / update)
 
 
 def table() -> str:
@@ -154,8 +154,7 @@ def measure(kind: str, with_spam: bool) -> dict[str, float]:
             if step == 0:
                 first = peak()
     if spam is not None:
-        kept = [*spam._watcher.average.values(), *(f.values for f in spam.prior.factors)]  # type: ignore[union-attr]
-        kept += list(spam._curvature.diagonal().values())  # type: ignore[union-attr]
+        kept = [*spam.online.average.values(), *(f.values for f in spam.prior.factors)]  # type: ignore[union-attr]
         held = sum(t.numel() for t in kept)
     found = {"weights": weights, "held": held / weights, "first": first / weights, "peak": peak() / weights}
     found["message"] = traffic.numbers / weights / STEPS

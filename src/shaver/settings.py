@@ -29,8 +29,9 @@ class Settings:
         source: How H is estimated: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
         online: Measure H during the training steps. False is the paper's way: a separate pass over the data every
             ``frequency`` epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
-        every: Online: steps between curvature measurements; four times as many while no update of δ is near.
-            Default: 10, or fewer if δ is updated more often than every 30 steps.
+        every: Online: steps between curvature measurements. Four times as many after :meth:`SpaM.freeze`; sixteen times
+            as many, if ``total_steps`` is known, while neither an update of δ nor the end is near. Default: 10, or
+            fewer if δ is updated more often than every 30 steps.
         decay: Online: decay of the moving average of H, per curvature measurement.
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
@@ -125,8 +126,8 @@ class Settings:
         return self.every or max(1, min(10, update // 3)), update
 
 
-#: Curvature is measured this many times less often during burn-in and after the freeze. There H is needed only at the
-#: next update or at the end.
+#: Curvature is measured this many times less often while δ is not learned; the square of it where it is known that
+#: neither an update of δ nor the end of training is near.
 IDLE = 4
 
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be

@@ -298,14 +298,16 @@ class SpaM:
         return not self.settings.burn_in or self.watch.has_settled or not self.watch.is_told
 
     def _set_pace(self) -> None:
-        """Measure often while δ is updated, and before the first update for as long as the average reaches back."""
+        """Measure often only where H is needed soon: while δ is updated, shortly before that, and at the end."""
         if self.online is None:
             return
-        idle = self._frozen()
+        factor = IDLE if self._frozen() else 1
         if self.total_steps is not None:
-            memory = self._every / (1 - self.settings.decay)
-            idle = idle or self.steps < self.settings.burn_in * self.total_steps - memory
-        self.online.every = self._every * (IDLE if idle else 1)
+            memory = self._every / (1 - self.settings.decay)  # as far as the average reaches back
+            is_near = self.steps >= self.settings.burn_in * self.total_steps - memory and not self._frozen()
+            is_last = self.total_steps - 2 * memory <= self.steps < self.total_steps
+            factor = 1 if is_near or is_last else IDLE**2 if self.steps < self.total_steps else IDLE
+        self.online.every = self._every * factor
 
     def freeze(self) -> None:
         """Stop learning δ from now on, so that the weights settle under the prior as it is.
@@ -331,7 +333,8 @@ class SpaM:
     def _update(self, curvature: Curvature) -> None:
         """Move δ to the maximum of the evidence, and the weights part of the way to the new posterior mean."""
         settings, temperature = self.settings, self.settings.temperature
-        self._curvature = curvature
+        if self.online is None:  # online, the average has it
+            self._curvature = curvature
         if self.watch.skipped:
             self.watch.skipped -= 1
             return
@@ -456,11 +459,10 @@ class SpaM:
             f.key: joined(f.values, self.theta[owners[f.key]]) if f.key in owners else f.values
             for f in self.prior.factors
         }
-        is_kept = self._curvature is not None and not self._held.is_sharded
         return {
             "prior": prior,
             "online": None if self.online is None else self.online.state_dict(),
-            "curvature": self._curvature.state_dict() if self._curvature is not None and is_kept else None,
+            "curvature": None if self._curvature is None else self._curvature.state_dict(),
             "likelihood": self.likelihood.state(),
             "steps": self.steps,
             "epochs": self.epochs,
@@ -486,7 +488,8 @@ class SpaM:
             )
         if self.online is not None:
             self.online.load_state_dict(state["online"])
-        self._curvature = None if state["curvature"] is None else Curvature.from_state_dict(state["curvature"])
+        is_kept = self.online is None and state["curvature"] is not None  # earlier versions saved it online too
+        self._curvature = Curvature.from_state_dict(state["curvature"]) if is_kept else None
         self.likelihood.load_state(state["likelihood"])
         self.steps, self.epochs, self.updates = state["steps"], state["epochs"], state["updates"]
         self.noise.outputs = state["outputs"]

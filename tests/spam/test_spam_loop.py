@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -411,3 +412,25 @@ def test_debiased_weights_train_under_the_initial_precision_and_are_not_shrunk()
     again = SpaM(model, N, total_steps=200, initial_precision=3.0, **QUICK)
     again.load_state_dict(spam.state_dict())
     assert bool((again.delta_by_parameter()[model[0].weight] == 3.0).all())
+
+
+def test_curvature_is_measured_often_only_where_it_is_needed():
+    """Near and during the updates of δ and at the end. The average reaches back 2 / (1 − 0.9) = 20 steps."""
+    model = mlp()
+    spam = SpaM(model, N, total_steps=600, every=2, update=10, decay=0.9)
+    batch, optimizer, measured = split(blobs())[0], sgd(model), []
+    for step in range(700):
+        before = spam.online.measurements
+        train(model, spam, optimizer, [batch], 1)
+        measured += [step] * (spam.online.measurements - before)
+
+    def gaps(start: int, stop: int) -> set[int]:
+        found = [step for step in measured if start <= step < stop]
+        return {later - earlier for earlier, later in pairwise(found)}
+
+    assert spam.updates
+    assert measured[0] == 0
+    assert gaps(40, 420) == gaps(560, 600) == {2}, "around the updates, and at the end"
+    assert gaps(0, 40) == gaps(422, 560) == {32}, "before and in between"
+    assert gaps(602, 700) == {8}, "beyond the end that was announced"
+    assert measured[-1] >= 690
