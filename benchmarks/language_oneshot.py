@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import resource
+import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -175,36 +176,47 @@ def rows(asked: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict
 
 
 @torch.no_grad()
-def speed(folders: list[Path], rounds: int = 3, written: int = 24) -> None:
-    """Tokens per processor second of folders by turns, the best of some rounds: reading windows, and writing.
+def speed(folders: list[Path], batches: tuple[int, ...] = (1, 8, 16), steps: int = 40) -> None:
+    """Tokens per processor second of folders: reading a window, and writing with a cache after a prompt of 64 tokens.
 
-    Writing has a prompt of 64 tokens; the time to read it and write the first token is subtracted.
+    The models take turns, window by window and token by token, and the medians are compared: work of others on the
+    machine hits them alike.
     """
     from transformers import AutoModelForCausalLM
 
     models = {folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders}
-    windows = windows_of(folders[0], "test", 16 * LENGTH)
+    windows = windows_of(folders[0], "test", TESTED)
+    spent: dict[tuple[str, Path], list[float]] = {}
 
-    def seconds(model: Any, batch: int, count: int) -> float:
+    def timed(kind: str, folder: Path, tokens: Tensor, past: Any = None) -> Any:
         began = time.process_time()
-        if count:
-            model.generate(windows[:batch, :64], max_new_tokens=count, min_new_tokens=count, do_sample=False)
-        else:
-            model(windows[:batch])
-        return time.process_time() - began
+        out = models[folder](tokens, past_key_values=past, use_cache=past is not None)
+        each = (time.process_time() - began) / tokens.numel()
+        spent.setdefault((kind, folder), []).append(each)
+        return out.logits[:, -1:].argmax(-1)
 
-    best: dict[tuple[str, Path], float] = {}
-    for _ in range(rounds):
+    for number in range(5):
+        for folder in folders:
+            timed(f"reading {LENGTH} tokens", folder, windows[number : number + 1])
+    for batch in batches:
+        state = {}
         for folder, model in models.items():
-            rates = {f"reading {batch} x {LENGTH}": batch * LENGTH / seconds(model, batch, 0) for batch in (1, 4)}
-            for batch in (1, 8, 16):
-                spent = seconds(model, batch, written + 1) - seconds(model, batch, 1)
-                rates[f"writing, batch {batch}"] = batch * written / spent
-            for kind, rate in rates.items():
-                best[kind, folder] = max(rate, best.get((kind, folder), 0))
-    for (kind, folder), rate in best.items():
-        ratio = rate / best[kind, folders[0]]
-        print(f"{kind}: {folder.name} {rate:.1f} tokens per processor second, {ratio:.3f} times the first")
+            out = model(windows[:batch, :64], use_cache=True)
+            state[folder] = (out.logits[:, -1:].argmax(-1), out.past_key_values)
+        for _ in range(steps):
+            for folder, (tokens, past) in state.items():
+                state[folder] = (timed(f"writing, batch {batch}", folder, tokens, past), past)
+    for (kind, folder), seconds in spent.items():
+        rate, first = 1 / statistics.median(seconds), 1 / statistics.median(spent[kind, folders[0]])
+        print(f"{kind}: {folder.name} {rate:.1f} tokens per processor second, {rate / first:.3f} times the first")
+    hidden = torch.randn(1, 1, models[folders[0]].config.hidden_size)
+    head = []
+    for _ in range(steps):
+        began = time.process_time()
+        models[folders[0]].lm_head(hidden)
+        head.append(time.process_time() - began)
+    share = statistics.median(head) / statistics.median(spent[f"writing, batch {batches[0]}", folders[0]]) / batches[0]
+    print(f"the output layer takes {share:.0%} of a step of the first at batch {batches[0]}")
 
 
 def check_sparsegpt() -> None:
