@@ -304,6 +304,22 @@ def tuned(case: Case, ratios: tuple[float, ...], train: Any) -> Iterator[Any]:
         yield "FLOPs", share, "from scratch, 17 epochs", case.trained_on(share, train, anew=True)
 
 
+def online(case: Case, train: Any) -> Iterator[Any]:
+    """The cells of a short training that prunes as it goes, with and without repair after each update of the masks."""
+
+    def way(end: float, calibration: Any) -> Method:
+        def run(model: nn.Module) -> nn.Module:
+            schedule = shaver.pruning.Online(0.97, every=30, start=0.2, end=end, calibration=calibration)
+            shaver.fit(model, train, method="map", epochs=10, batch_size=64, seed=case.seed, online=schedule)
+            return model.eval()
+
+        return run
+
+    for end in (0.6, 1.0):
+        yield "weights", 0.97, f"masks final at {end:.0%} of training", way(end, None)
+        yield "weights", 0.97, f"masks final at {end:.0%} of training, repaired", way(end, case.calibration)
+
+
 def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator[Any]]]:
     """The networks of a part, each with what is measured on it."""
     if part == "resnet20":
@@ -320,6 +336,12 @@ def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator
         yield case, language(case, (0.6, 0.8))
         return
     for seed in range(asked.seeds):
+        if part == "online":
+            digits = shaver.data.load("digits")
+            test = list(digits.test.batches(500))
+            case = Case("CNN/digits MAP", seed, shaver.zoo.build("digits_cnn", seed=seed), digits.train[:][0], test)
+            yield case, online(case, digits.train)
+            continue
         name = NETWORKS[part]
         found = trained(name, seed, asked.runs)
         images = found["splits"].train[_some(16_000 if part in ("units", "flops") else 4000, 60_000)][0]
@@ -357,7 +379,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parts = ("resnet20", "lenet", "fashion", "spam", "batchnorm", "units", "flops", "minilm")
+    parts = ("resnet20", "lenet", "fashion", "spam", "batchnorm", "units", "flops", "minilm", "online")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--seeds", type=int, default=3)

@@ -1,10 +1,13 @@
 """Online pruning: along the schedule, never back."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import shaver
 from shaver.criteria import score
 from shaver.io import load_state, save_state
 from shaver.pruning import Online, OnlinePruner, cubic, linear
@@ -148,3 +151,45 @@ def test_bad_arguments_leave_everything_as_it_is():
         with pytest.raises(ValueError, match=message):
             pruner.update(bad, progress)
     assert all(torch.equal(before[n], z) for n, z in zeros(model).items())
+
+
+def test_with_calibration_data_each_update_is_followed_by_a_repair():
+    model, optimizer, x, y = build()
+    model.double()
+    x = x.double()
+    pruner = OnlinePruner(model, optimizer, Online(0.8, start=0.0, calibration=(part for part in x.split(10))))
+    for progress in (0.2, 0.5):
+        epoch(model, optimizer, x, y)
+        before = copy.deepcopy(model)
+        pruner.update(score(model, "magnitude"), progress)
+        plain = copy.deepcopy(before)
+        pruner.masks.apply_(plain)
+        expected = copy.deepcopy(plain)
+        shaver.repair(expected, x.split(10), reference=before, masks=pruner.masks)
+        for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted)
+        errors = [float((net(x) - before(x)).square().mean()) for net in (model, plain)]
+        assert errors[0] < 0.8 * errors[1]
+        assert model.training
+    removed = zeros(model)
+    epoch(model, optimizer, x, y)
+    assert all(torch.equal(now, removed[name]) for name, now in zeros(model).items())
+    values = copy.deepcopy(model.state_dict())
+    pruner.update(score(model, "magnitude"), 0.5)  # nothing more is removed
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["map", "spam"])
+@pytest.mark.parametrize("kind", ["weights", "units"])
+def test_training_repairs_weights_and_units(method, kind, tmp_path):
+    model, _, x, y = build()
+    with pytest.raises(ValueError, match="no calibration batches"):
+        Online(0.5, calibration=[])
+    given = {"every": 4, "calibration": [(x[:20], y[:20])]}
+    online = Online(0.6, **given) if kind == "weights" else shaver.structure.Gradual(0.5, example=x[:2], **given)
+    data = list(zip(x.split(10), y.split(10), strict=True))
+    history = shaver.fit(model, data, method=method, epochs=6, online=online, folder=tmp_path)
+    parameters = dict(model.named_parameters())
+    assert history.masks.sparsity > 0.3
+    assert all(bool((parameters[name][~mask] == 0).all()) for name, mask in history.masks.items())
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

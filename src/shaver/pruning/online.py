@@ -1,6 +1,7 @@
 """Pruning during training: masks that remove more and more along a schedule, for weights and for whole units."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -13,6 +14,8 @@ from shaver.naming import check_count, check_name, check_number
 from shaver.pruning.masks import Hold, Masks
 from shaver.pruning.pruned import Pruned, check_fit, report
 from shaver.pruning.ranking import Ranking, check_sparsity
+from shaver.repairing import repair
+from shaver.repairing.calibration import calibration_list
 
 #: From the share of the pruning period that has passed to the share of the final sparsity, both in [0, 1].
 Shape = Callable[[float], float]
@@ -65,6 +68,9 @@ class Schedule:
         every: Steps between updates of the masks. With SpaM there is also one after each update of δ.
         debias: With SpaM: from ``end`` on the remaining weights train under SpaM's initial precision, so that the
             learned δ no longer pulls them to zero.
+        calibration: Unlabelled batches. After each update of the masks the remaining weights are repaired with them, so
+            that the outputs stay near those before it (:func:`shaver.repair`). Use it where little training follows the
+            last update. Each repair takes a pass: a thousand samples and a larger ``every`` are enough.
     """
 
     #: Default options of SpaM for this kind of pruning.
@@ -78,6 +84,7 @@ class Schedule:
     end: float = 0.5
     every: int = 50
     debias: bool = False
+    calibration: Iterable[Any] | None = None
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
@@ -90,6 +97,8 @@ class Schedule:
             )
         if not callable(self.schedule):
             check_name("schedule", self.schedule, SHAPES)
+        if self.calibration is not None:
+            object.__setattr__(self, "calibration", calibration_list(self.calibration))
         if self.criterion is not None and "batches" in needs(self.criterion):
             raise ValueError(
                 f"criterion {self.criterion!r} needs data, which pruning during training does not read again; use "
@@ -245,7 +254,11 @@ class OnlinePruner:
         """
         requested = self.schedule.sparsity_at(progress)
         kept = self._selector.select(scores, requested, self.schedule.sparsity, self.kept)
+        before = 0.0 if self.masks is None else self.masks.sparsity
+        reference = None if self.schedule.calibration is None else copy.deepcopy(self._model)
         self._set(kept)
+        if reference is not None and self.masks is not None and self.masks.sparsity > before:
+            repair(self._model, self.schedule.calibration, reference=reference, masks=self.masks)
         if self.schedule.debias and self._learner is not None and progress >= self.schedule.end:
             self._learner.debias()
         return report(requested, self._selector.masks(kept))
