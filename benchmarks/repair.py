@@ -368,13 +368,14 @@ def table(rows: list[Row]) -> str:
     """A Markdown table: a row for each network and share, a column for each method."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines = ["| network | removed | " + " | ".join(methods) + " |", "|---|---|" + "---|" * len(methods)]
-    for key in dict.fromkeys((row["network"], row["removed"], row["share"]) for row in rows):
-        mine = [row for row in rows if (row["network"], row["removed"], row["share"]) == key]
+    keys = [(row["network"], row["removed"], float(row["share"])) for row in rows]
+    for key in dict.fromkeys(keys):
+        mine = [row for row, own in zip(rows, keys, strict=True) if own == key]
         cells = []
         for method in methods:
             values = [float(row["accuracy"]) for row in mine if row["method"] == method]
             cells.append(f"{sum(values) / len(values):.2f}" if values else "–")
-        lines.append(f"| {key[0]} | {100 * float(key[2]):g} % of {key[1]} | " + " | ".join(cells) + " |")
+        lines.append(f"| {key[0]} | {100 * key[2]:g} % of {key[1]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
