@@ -44,7 +44,7 @@ class Cost:
     message: float
 
 
-def cost(ranks: int, sharded: bool, every: int = 10, update: int = 50, largest: float = 0.0) -> Cost:
+def cost(ranks: int, sharded: bool, every: int = 15, update: int = 50, largest: float = 0.0) -> Cost:
     """The cost that follows from the algorithm.
 
     Args:

@@ -118,8 +118,8 @@ def run_cell(
 TIMED: dict[str, tuple[tuple[int, ...], int, int]] = {
     "lenet": ((1, 28, 28), 128, 60),
     "vit": ((1, 28, 28), 128, 20),
-    "resnet18": ((3, 32, 32), 64, 3),
-    "gpt2": ((256,), 4, 2),
+    "resnet18": ((3, 32, 32), 64, 2),
+    "gpt2": ((256,), 4, 1),
 }
 #: Steps of the training whose time is computed: 30 epochs of MNIST.
 STEPS = 14_070

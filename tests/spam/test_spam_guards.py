@@ -14,7 +14,7 @@ from tests.spam.toys import N, blobs, mlp, sgd, split, train
 
 @pytest.mark.parametrize(
     ("steps", "expected"),
-    [(None, (10, 50)), (10_000, (10, 50)), (2000, (10, 30)), (800, (4, 12)), (24, (1, 2)), (3, (1, 1))],
+    [(None, (15, 50)), (10_000, (15, 50)), (2000, (10, 30)), (800, (4, 12)), (24, (1, 2)), (3, (1, 1))],
 )
 def test_a_short_training_looks_and_learns_more_often(steps: int | None, expected: tuple[int, int]):
     assert Settings().pace(steps) == expected

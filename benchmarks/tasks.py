@@ -1,0 +1,245 @@
+r"""Dense accuracy and accuracy after pruning on nine small tasks: MAP and SpaM with several settings.
+
+    python benchmarks/tasks.py --split valid --tasks digits cancer --set "" --set temperature=0.5
+    python benchmarks/tasks.py --seeds 2                    # all tasks, test split
+    python benchmarks/tasks.py --report                     # the table of the rows that the file has
+
+MAP is ordinary training with weight decay, 1/N and one other value. Networks are pruned by OPD (optimal posterior
+damage) without fine-tuning; BatchNorm statistics are measured again after pruning. Every training adds one row to the
+CSV file, and rows that the file has are not repeated. The data come from the folder in SHAVER_DATA.
+"""
+
+import argparse
+import csv
+import math
+import re
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from repair_networks import ResNet
+from spam import parse_settings
+from torch import Tensor, nn
+
+import shaver
+
+SPARSITIES = (0.0, 0.9, 0.95, 0.98)
+#: Points below MAP's dense accuracy that are allowed, by sparsity.
+BOUNDS = {0.0: 0.2, 0.9: 0.5, 0.95: 1.0}
+#: Reviews are cut to this many words; other words than the most frequent ones are all the same.
+WORDS, VOCABULARY = 64, 4000
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network, its data and its training, the same for every method."""
+
+    network: str
+    data: str
+    epochs: int
+    seeds: int = 2
+    images: int | None = None  # training samples; None for all
+    batch_size: int = 128
+    training: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+_ADAM = {"optimizer": "adam", "lr": 1e-3}
+_SCRATCH = {"optimizer": "adamw", "lr": 1e-3, "clip": 1.0}
+TASKS = {
+    "digits": Task("digits_cnn", "digits", 40, 4, None, 64),
+    "cancer": Task("fcn", "cancer", 100, 20, None, 64, {}, {"inputs": 30, "hidden": (100, 100), "classes": 2}),
+    "FCN/MNIST": Task("fcn", "mnist", 10, 2, 20_000),
+    "LeNet/MNIST": Task("lenet", "mnist", 8, 2, 20_000),
+    "LeNet/Fashion": Task("lenet", "fashion", 8, 2, 20_000),
+    "ResNet-20/CIFAR-10": Task("resnet20", "cifar10", 6, 1, 5_000),
+    "ViT/MNIST": Task("vit", "mnist", 8, 1, 10_000, 128, _ADAM),
+    "GPT/IMDB": Task("gpt", "imdb", 4, 1, 3_000, 32, _SCRATCH),
+    "BERT/IMDB": Task("bert", "imdb", 4, 1, 3_000, 32, _SCRATCH),
+}
+
+
+def build(task: Task, seed: int) -> nn.Module:
+    """The network with random weights."""
+    torch.manual_seed(seed)
+    if task.network == "resnet20":
+        return ResNet()
+    if task.network in ("gpt", "bert"):
+        import transformers
+
+        from shaver.zoo.reader import Reader
+
+        sizes = {
+            "vocab_size": VOCABULARY,
+            "num_labels": 2,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        if task.network == "gpt":
+            config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=WORDS, **sizes)
+            return Reader(transformers.GPT2ForSequenceClassification(config))
+        config = transformers.BertConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
+            max_position_embeddings=WORDS, **sizes,
+        )  # fmt: skip
+        return Reader(transformers.BertForSequenceClassification(config))
+    return shaver.zoo.build(task.network, seed=seed, **task.arguments)
+
+
+def numbered(texts: list[str], words: dict[str, int]) -> Tensor:
+    """The words of each text as numbers; 0 is padding, 1 is any other word."""
+    rows = [[words.get(w, 1) for w in re.findall("[a-z']+", text.lower())[:WORDS]] for text in texts]
+    return torch.tensor([row + [0] * (WORDS - len(row)) for row in rows])
+
+
+def load(task: Task, seed: int, split: str) -> tuple[shaver.data.InMemory, shaver.data.InMemory]:
+    """Training data and the data that accuracy is measured on; for validation these are other training data."""
+    draw = torch.Generator().manual_seed(seed)
+    if task.data == "imdb":
+        texts: Any = shaver.data.load("imdb")
+        order = torch.randperm(len(texts.train), generator=draw)
+        chosen = [order[: task.images], order[-2_000:] if split == "valid" else torch.randperm(25_000)[:2_000]]
+        parts = [texts.train, texts.train if split == "valid" else texts.test]
+        lists = [[of.texts[i].replace("<br />", " ") for i in index] for of, index in zip(parts, chosen, strict=True)]
+        counts = Counter(w for text in lists[0] for w in re.findall("[a-z']+", text.lower()))
+        words = {word: i + 2 for i, (word, _) in enumerate(counts.most_common(VOCABULARY - 2))}
+        train, judged = (
+            shaver.data.InMemory(numbered(of, words), part.targets[index], classes=2)
+            for of, part, index in zip(lists, parts, chosen, strict=True)
+        )
+        return train, judged
+    is_small = task.images is None  # its own split for each seed
+    splits = shaver.data.load(
+        task.data, seed=seed if is_small else 0, valid_fraction=(0.2 if is_small else 0.1) if split == "valid" else 0.0
+    )
+    train, judged = splits.train, splits.valid if split == "valid" else splits.test
+    if task.images is not None:
+        train = shaver.data.InMemory(*train[torch.randperm(len(train), generator=draw)[: task.images]])
+    if task.network == "resnet20":  # half the resolution
+        judged = shaver.data.InMemory(*judged[:2_000])
+        train, judged = (shaver.data.InMemory(F.avg_pool2d(d[:][0], 2), d[:][1]) for d in (train, judged))
+    return train, judged
+
+
+def run(name: str, label: str, seed: int, split: str) -> dict[str, Any]:
+    """Train one network and measure it."""
+    task = TASKS[name]
+    train, judged = load(task, seed, split)
+    model = build(task, seed)
+    method = "map" if label.startswith("MAP") else "spam"
+    own = parse_settings(label.partition(" ")[2])
+    training = task.training | {key: own.pop(key) for key in ("optimizer", "lr") if key in own}
+    began = time.process_time()
+    history = shaver.fit(
+        model, train, method=method, epochs=task.epochs, batch_size=task.batch_size, seed=seed,
+        **training, **(own if method == "map" else {"spam": own}),
+    )  # fmt: skip
+    seconds = time.process_time() - began
+    model.eval()
+    posterior = history.posterior
+    if posterior is None:
+        found = shaver.curvature.estimate(model, train.batches(256), source="mc")
+        posterior = shaver.evidence.fit_prior(model, found)
+    scores = shaver.score(model, "opd", posterior=posterior)
+    dense = {key: value.clone() for key, value in model.state_dict().items()}
+    accuracies = {}
+    for sparsity in SPARSITIES:
+        if sparsity:
+            shaver.prune(model, scores, sparsity)
+            shaver.recalibrate(model, [train[i : i + 250] for i in range(0, 2_000, 250)])
+        quality = shaver.measure.quality(model, judged.batches(500))
+        accuracies["dense" if not sparsity else f"{100 * sparsity:g} %"] = round(100 * quality.accuracy, 2)
+        if not sparsity:
+            nll = round(quality.nll, 4)
+        model.load_state_dict(dense)
+    return {
+        "task": name, "split": split, "samples": len(train), "epochs": task.epochs, "training": label, "seed": seed,
+        **accuracies, "nll": nll, "seconds": round(seconds, 1),
+    }  # fmt: skip
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table per split: mean ± standard error, and which of the three bounds are kept.
+
+    The bounds are points below the best MAP's dense accuracy, or one standard error of the difference if that is more.
+    """
+    lines = []
+    for split in dict.fromkeys(row["split"] for row in rows):
+        lines += [f"\n{split} split\n", "| task | training | seeds | dense | 90 % | 95 % | 98 % | NLL | kept |"]
+        lines.append("|---|---|--:|--:|--:|--:|--:|--:|---|")
+        for name in TASKS:
+            mine = [row for row in rows if row["split"] == split and row["task"] == name]
+            by: dict[str, list[dict[str, Any]]] = {}
+            for row in sorted(mine, key=lambda row: (not row["training"].startswith("MAP"), row["training"])):
+                by.setdefault(row["training"], []).append(row)
+            plain = [(mean_of(of, "dense"), of) for label, of in by.items() if label.startswith("MAP")]
+            (best, _), own = max(plain, key=lambda pair: pair[0][0]) if plain else ((math.nan, 0.0), [])
+            for label, of in by.items():
+                cells, kept = [], []
+                for sparsity in SPARSITIES:
+                    column = "dense" if not sparsity else f"{100 * sparsity:g} %"
+                    mean, error = mean_of(of, column)
+                    cells.append(f"{mean:.2f} ± {error:.2f}" if len(of) > 1 else f"{mean:.2f}")
+                    if sparsity in BOUNDS and not label.startswith("MAP"):
+                        pairs = {row["seed"]: float(row["dense"]) for row in own}
+                        gaps = [pairs[r["seed"]] - float(r[column]) for r in of if r["seed"] in pairs]
+                        spread = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
+                        kept.append("yes" if best - mean <= max(BOUNDS[sparsity], spread) + 1e-9 else "no")
+                nll = statistics.fmean(float(row["nll"]) for row in of)
+                lines.append(
+                    f"| {name} | {label} | {len(of)} | " + " | ".join(cells) + f" | {nll:.3f} | {', '.join(kept)} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def mean_of(rows: list[dict[str, Any]], column: str) -> tuple[float, float]:
+    """Mean and standard error."""
+    values = [float(row[column]) for row in rows]
+    return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--split", choices=("test", "valid"), default="test")
+    parser.add_argument("--set", action="append", help="settings of SpaM, optimizer and lr: a=1,b=2; may be repeated")
+    parser.add_argument("--decay", type=float, nargs="*", default=[], help="further weight decays of MAP")
+    parser.add_argument("--seeds", type=int, nargs="+", help="the seeds; each task has its own number if left out")
+    parser.add_argument("--no-map", action="store_true", help="train SpaM only")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/tasks.csv"))
+    parser.add_argument("--report", action="store_true", help="only print the table")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
+    known = {(row["task"], row["training"], int(row["seed"]), row["split"]) for row in rows}
+    labels = [] if asked.no_map else ["MAP", *(f"MAP weight_decay={decay:g}" for decay in asked.decay)]
+    labels += [f"SpaM {text}".strip() for text in asked.set or ["", "temperature=0.5"]]
+    wanted = [
+        (name, label, seed, asked.split)
+        for name in asked.tasks
+        for seed in asked.seeds or range(TASKS[name].seeds)
+        for label in labels
+    ]
+    for cell in [] if asked.report else wanted:
+        if cell in known:
+            continue
+        row = run(*cell)
+        print(row, flush=True)
+        is_new = not asked.out.exists()
+        with asked.out.open("a", newline="") as file:
+            writer = csv.DictWriter(file, row)
+            if is_new:
+                writer.writeheader()
+            writer.writerow(row)
+        rows.append({key: str(value) for key, value in row.items()})
+    print(report(rows))
+
+
+if __name__ == "__main__":
+    main()
