@@ -6,7 +6,8 @@
 Every network is trained by SpaM (which learns one prior precision δ per weight) and pruned by each rule. The knee is
 the highest sparsity of the curve of OPD (optimal posterior damage) that loses at most 0.15 points of test accuracy.
 
-auto      The library's rule: G ≥ 0.153 nats stays, and a quarter of ½Σγ limits the expected rise of the loss.
+auto      The library's rule: G ≥ 0.153 nats stays, and a twentieth of ½Σγ limits the expected rise of the loss.
+budget    The same with a quarter of ½Σγ (budget=0.25), the library's earlier limit.
 S > 1     Prior and data weigh the same at S = 1; no limit on the rise of the loss.
 ESS       Effective sample size (Kish) of the scores: keeps the (ΣS)² / ΣS² weights with the highest S.
 BMR       Bayesian model reduction under the learned δ: removes every weight with G ≤ 0.
@@ -94,6 +95,11 @@ def automatic(model: nn.Module, posterior: Posterior, scores: Scores) -> Masks:
     return Masks(weigh(model, posterior, scores).kept())
 
 
+def generous(model: nn.Module, posterior: Posterior, scores: Scores) -> Masks:
+    """The library's rule with a larger budget."""
+    return Masks(weigh(model, posterior, scores).kept(budget=0.25))
+
+
 def plain(model: nn.Module, posterior: Posterior, scores: Scores) -> Masks:
     """S > 1 stays."""
     return Masks({name: values > 1 for name, values in scores.items()})
@@ -111,7 +117,13 @@ def reduced(model: nn.Module, posterior: Posterior, scores: Scores) -> Masks:
     return Masks({name: gain > 0 for name, gain in weigh(model, posterior, scores).gains.items()})
 
 
-RULES: dict[str, Rule] = {"auto": automatic, "S > 1": plain, "ESS": sample_size, "BMR": reduced}
+RULES: dict[str, Rule] = {
+    "auto": automatic,
+    "budget 0.25": generous,
+    "S > 1": plain,
+    "ESS": sample_size,
+    "BMR": reduced,
+}
 
 
 def accuracy(model: nn.Module, masks: Masks | None, test: InMemory) -> float:

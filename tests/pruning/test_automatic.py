@@ -144,7 +144,7 @@ def test_another_scope_or_an_improper_prior_is_refused(problem):
 
 
 def test_no_sample_may_lose_more_than_a_little():
-    """Many weights that nobody learned a δ for: a quarter of ½Σγ would allow more than the samples do."""
+    """Many weights that nobody learned a δ for: the share of ½Σγ would allow more than the samples do."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, 4 * N, generator=generator, dtype=torch.float64)
     model = nn.Linear(4 * N, 1, bias=False).double()

@@ -20,8 +20,9 @@ from shaver.criteria.scoring import of_weight
 
 #: The gain at S = 1, where prior and data have equal weight: ½(1 − log 2) ≈ 0.153 nats.
 DEFAULT_NATS = 0.5 * (1 - math.log(2))
-#: The share of ½Σγ that removal may cost; chosen on validation splits, see the documentation's page on pruning.
-DEFAULT_BUDGET = 0.25
+#: The share of ½Σγ that removal may cost: on seven of eight tasks it loses at most 0.15 points of accuracy, see the
+#: documentation's page on automatic sparsity.
+DEFAULT_BUDGET = 0.05
 #: Largest cost of removal in nats per sample.
 PER_SAMPLE = 0.02
 

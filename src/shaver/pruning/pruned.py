@@ -152,7 +152,7 @@ def prune(
         posterior: Needed for ``"auto"``. With it, every report has the effect of the removal on evidence and loss.
         nats: For ``"auto"``: a weight is kept if it brings at least this much evidence, in nats.
         budget: For ``"auto"``: the largest expected rise of the loss, as a share of ½Σγ, the rise that the posterior
-            itself expects. Default: a quarter, and at most 0.02 nats per sample.
+            itself expects. Default: 0.05, and at most 0.02 nats per sample.
         valid: Validation batches, whose accuracy is measured, or ``quality(model) -> float``, higher is better.
         max_drop: Find the highest sparsity that loses at most this much quality (0.01 is one point of accuracy).
         calibration: Batches of unlabelled inputs; 1,000 samples or more are best, and of a loader the first 4,096 are
