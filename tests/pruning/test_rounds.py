@@ -76,6 +76,23 @@ def test_weights_that_training_shrank_to_nothing_do_not_come_back(dense):
     assert loss(model, dense) < 1e-12
 
 
+def test_the_given_ranking_is_taken_where_its_outputs_are_nearer(dense, monkeypatch):
+    """Rounds that remove the largest weights from the second on must lose to one cut by the given scores."""
+
+    def reversed_scores(scores, before, after):
+        changed = any(bool((a != b).any()) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+        return {name: -values if changed else values for name, values in scores.items()}
+
+    monkeypatch.setattr("shaver.pruning.rounds.rescored", reversed_scores)
+    model = copy.deepcopy(dense)
+    scores = shaver.score(model, "magnitude")
+    found = shaver.prune(model, scores, 0.5, calibration=batches())
+    plain, once = pruned(dense, 0.5)
+    shaver.repair(plain, batches(), reference=dense, masks=once.masks)
+    assert all(torch.equal(found.masks[name], mask) for name, mask in once.masks.items())
+    assert loss(model, dense) == pytest.approx(loss(plain, dense), rel=1e-6)
+
+
 def test_the_last_round_removes_what_the_rounds_before_have_removed(dense):
     model = copy.deepcopy(dense)
     rounds = shaver.pruning.rounds.Rounds(model, batches())

@@ -137,14 +137,14 @@ class _Error:
 
     def __init__(self, reference: nn.Module, data: Sequence[Any], forward: Forward | None) -> None:
         self._data, self._forward = data, forward
-        self._targets = [_floating(call(reference, batch, forward)) for batch in data]
+        self._targets = [floating(call(reference, batch, forward)) for batch in data]
         if not self._targets[0]:
             raise ValueError("the network returns no floating-point tensor to compare with the dense network's.")
         self._scales = [_variance(outputs) for outputs in zip(*self._targets, strict=True)]
 
     def of(self, model: nn.Module, place: int) -> Tensor:
         """The error on one batch."""
-        outputs, targets = _floating(call(model, self._data[place], self._forward)), self._targets[place]
+        outputs, targets = floating(call(model, self._data[place], self._forward)), self._targets[place]
         if [y.shape for y in outputs] != [y.shape for y in targets]:
             raise ValueError(
                 f"the network's outputs have the shapes {[tuple(y.shape) for y in outputs]}, the reference's "
@@ -161,7 +161,8 @@ class _Error:
         return sum(float(self.of(model, place)) for place in places) / len(places)
 
 
-def _floating(output: Any) -> list[Tensor]:
+def floating(output: Any) -> list[Tensor]:
+    """The floating-point tensors among a network's outputs."""
     values = output.values() if isinstance(output, Mapping) else tree_leaves(output)  # results of transformers are both
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel()]
 
