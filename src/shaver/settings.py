@@ -30,8 +30,8 @@ class Settings:
         online: Measure H during the training steps. False is the paper's way: a separate pass over the data every
             ``frequency`` epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
         every: Online: steps between curvature measurements. Four times as many after :meth:`SpaM.freeze`; sixteen times
-            as many, if ``total_steps`` is known, while neither an update of δ nor the end is near. Default: 15, or
-            fewer if δ is updated more often than every 45 steps.
+            as many, if ``total_steps`` is known, while neither an update of δ nor the end is near. Default: 15 (10 if
+            weights share a δ), or fewer if δ is updated more often than every 45 steps.
         decay: Online: decay of the moving average of H, per curvature measurement.
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
@@ -123,7 +123,7 @@ class Settings:
                 f"freeze={self.freeze:g}, so SpaM has no effect; leave update= out, or train longer.",
                 stacklevel=3,
             )
-        return self.every or max(1, min(15, update // 3)), update
+        return self.every or max(1, min(15 if per_weight else 10, update // 3)), update
 
 
 #: Curvature is measured this many times less often while δ is not learned; the square of it where it is known that

@@ -25,6 +25,7 @@ def test_a_shared_delta_is_updated_less_often():
     shared = SpaM(mlp(), N, total_steps=800, prior="unit")
     assert (spam._between, shared._between) == (12, 50)
     assert Settings().pace(100, per_weight=False) == (4, 12)
+    assert Settings().pace(10_000, per_weight=False) == (10, 50)
 
 
 def test_frequent_updates_move_the_weights_less():
