@@ -9,6 +9,7 @@ from torch import nn
 
 import shaver
 from shaver.criteria.scoring import Scores
+from shaver.pruning import rounds
 from shaver.pruning.rounds import levels, rescored
 
 
@@ -93,12 +94,37 @@ def test_the_given_ranking_is_taken_where_its_outputs_are_nearer(dense, monkeypa
     assert loss(model, dense) == pytest.approx(loss(plain, dense), rel=1e-6)
 
 
+def test_passes_follow_the_chosen_masks_without_another_repair(dense, monkeypatch):
+    repairs, counts = [], []
+
+    def counted(*args, **options):
+        repairs.append(options["passes"])
+        return repair(*args, **options)
+
+    repair = rounds.repair
+    monkeypatch.setattr(rounds, "repair", counted)
+    model, report = pruned(
+        dense, 0.7, calibration=batches(), passes=3, progress=lambda done, total: counts.append((done, total))
+    )
+    assert repairs == [0] * (len(levels(0.7)) + 1)
+    assert report.repaired.joint[1] < report.repaired.joint[0]
+    assert [done for done, _ in counts] == list(range(1, counts[-1][1] + 1))
+    once, _ = pruned(dense, 0.7, calibration=batches())
+    shaver.repairing.joint_fit(once, batches(), reference=dense, passes=3, masks=report.masks)
+    assert loss(model, dense) == pytest.approx(loss(once, dense), rel=1e-6)
+
+
+def test_passes_after_a_removal_of_nothing_change_nothing(dense):
+    model, _ = pruned(dense, 0.0, calibration=batches(), passes=3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters(), strict=True))
+
+
 def test_the_last_round_removes_what_the_rounds_before_have_removed(dense):
     model = copy.deepcopy(dense)
-    rounds = shaver.pruning.rounds.Rounds(model, batches())
+    steps = rounds.Rounds(model, batches())
     scores = shaver.score(model, "magnitude")
-    first = rounds.step(scores, 0.4, shaver.pruning.Masks({}))
-    second = rounds.step(scores, 0.7, first)
+    first = steps.step(scores, 0.4, shaver.pruning.Masks({}))
+    second = steps.step(scores, 0.7, first)
     assert all(not (second[name] & ~first[name]).any() for name in first)
 
 

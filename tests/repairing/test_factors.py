@@ -57,6 +57,37 @@ def test_a_first_layer_without_bias_gets_what_a_pass_over_the_same_data_gives():
     torch.testing.assert_close(by_factors[0].weight, by_data[0].weight)
 
 
+@pytest.mark.parametrize("temperature", [0.02, 1.0, 50.0])
+def test_prior_and_temperature_damp_a_pass_over_data_as_they_damp_the_factors(temperature):
+    """P = A G/T + δ: the colder the posterior, the less the prior holds the weights."""
+    dense, x = seeded(lambda: nn.Sequential(nn.Linear(6, 3, bias=False))), data(96, 6)
+    x[:, 1:] += x[:, :-1]
+    posterior = posterior_of(dense, x, prior=2.0, temperature=temperature)
+    by_factors, by_data = halved(dense), halved(dense)
+    repair(by_factors, reference=dense, posterior=posterior)
+    repair(by_data, x.split(32), reference=dense, posterior=posterior)
+    torch.testing.assert_close(by_factors[0].weight, by_data[0].weight, rtol=1e-6, atol=1e-9)
+    at_one = halved(dense)
+    repair(at_one, x.split(32), reference=dense, posterior=posterior_of(dense, x, prior=2.0 * temperature))
+    torch.testing.assert_close(by_data[0].weight, at_one[0].weight, rtol=1e-6, atol=1e-9)
+
+
+def test_one_weight_with_an_enormous_precision_does_not_hide_the_curvature_of_its_row():
+    """As after SpaM in single precision, where H + δ rounds H away."""
+    dense, x = seeded(lambda: nn.Sequential(nn.Linear(6, 3, bias=False))), data(96, 6)
+    x[:, 1:] += x[:, :-1]
+    delta = torch.full((3, 6), 0.3, dtype=torch.float64)
+    delta[:, 5] = 1e12
+    found = []
+    for kind in (torch.float64, torch.float32):
+        model, inputs = copy.deepcopy(dense).to(kind), x.to(kind)
+        pruned = halved(model)
+        repair(pruned, reference=model, posterior=posterior_of(model, inputs, prior={"0.weight": delta.to(kind)}))
+        found.append(pruned[0].weight.detach().double())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+    assert (found[0] - dense[0].weight)[halved(dense)[0].weight != 0].abs().max() > 0.01
+
+
 def test_outputs_come_nearer_to_the_dense_network():
     dense, x = seeded(mlp), data(256, 6)
     x[:, 1:] += 2 * x[:, :-1]

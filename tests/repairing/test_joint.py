@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import shaver
-from shaver.repairing import joint_fit, repair
+from shaver.measure.evaluating import evaluating
+from shaver.repairing import joint, joint_fit, repair
+from shaver.repairing.joint import OutputError
 
 
 def seeded(build):
@@ -52,6 +54,25 @@ def test_a_linear_network_reaches_the_least_squares_optimum():
     reached = float((pruned(x) - target).detach().square().mean())
     assert least <= reached < 1.02 * least
     assert bool((pruned.weight[~mask] == 0).all())
+
+
+@pytest.mark.parametrize("room", [2**30, 0])
+def test_the_error_is_that_of_all_outputs_whether_or_not_the_dense_ones_are_kept(room, monkeypatch):
+    monkeypatch.setattr(joint, "KEPT", room)
+    dense, pruned, _ = pruned_mlp()
+    x = data(150, 6) + 3
+    with evaluating(dense), evaluating(pruned):
+        found = OutputError(dense, x.split(50), None)
+        by_batch = [float(found.of(pruned, place)) for place in range(3)]
+        aim = dense(x).double()
+        expected = float((pruned(x).double() - aim).square().mean() / aim.var(correction=0))
+        assert found.mean(pruned) == pytest.approx(expected, rel=1e-5)
+        assert found.mean(pruned, [1]) == by_batch[1]
+    assert sum(by_batch) / 3 == pytest.approx(expected, rel=1e-5)
+    fitted = copy.deepcopy(pruned)
+    before, after = joint_fit(fitted, x.split(50), reference=dense, passes=3)
+    assert before == pytest.approx(expected, rel=1e-5)
+    assert after < before
 
 
 def test_it_comes_nearer_than_layer_by_layer_also_on_other_data():
@@ -153,8 +174,8 @@ def test_progress_of_rounds_and_of_a_compaction():
     arguments = {"calibration": x, "passes": 2, "progress": lambda *now: seen.append(now)}
     shaver.prune(
         copy.deepcopy(dense), scores, 0.65, **arguments
-    )  # three rounds, the given ranking and a last repair of three layers
-    assert seen == [(number, 17) for number in range(1, 18)]
+    )  # three rounds and the given ranking of three layers, two passes
+    assert seen == [(number, 14) for number in range(1, 15)]
     seen.clear()
     shaver.compact(dense, x[0][:2], sparsity=0.5, **arguments)
     assert seen == [(1, 3), (2, 3), (3, 3), (1, 2), (2, 2)]

@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -19,9 +20,9 @@ from shaver.measure.evaluating import evaluating
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking
 from shaver.pruning.search import Quality
-from shaver.repairing import Repaired, repair
-from shaver.repairing.calibration import calibration_list, call
-from shaver.repairing.joint import floating
+from shaver.repairing import Repaired, joint_fit, repair
+from shaver.repairing.calibration import calibration_list
+from shaver.repairing.joint import OutputError
 
 #: A round keeps at least this share of the weights that the previous round kept.
 SHARE = 0.7
@@ -69,7 +70,7 @@ class Rounds:
         self.data = calibration_list(calibration)
         self.reference = copy.deepcopy(model)
         self._ranking, self._forward, self._passes = ranking, forward, passes
-        self._progress, self._round, self._rounds = progress, 0, 1
+        self._progress, self._round, self._rounds, self._layers = progress, 0, 1, 0
         self._before: dict[str, Tensor] = {}
         self.report = Repaired()
 
@@ -89,9 +90,8 @@ class Rounds:
         masks.apply_(self.model)
 
         def count(done: int, total: int) -> None:
-            if self._progress is not None:
-                layers = total - passes
-                self._progress(self._round * layers + done, self._rounds * layers + self._passes)
+            self._layers = total - passes
+            self._count(self._round * self._layers + done)
 
         self.report = repair(
             self.model,
@@ -103,6 +103,10 @@ class Rounds:
             progress=count,
         )
 
+    def _count(self, done: int) -> None:
+        if self._progress is not None:
+            self._progress(done, self._rounds * self._layers + self._passes)
+
     def prune(self, scores: Mapping[str, Tensor], sparsity: float) -> Masks:
         """Prune to a sparsity in rounds, each ranked by the scores of the current weights.
 
@@ -111,37 +115,50 @@ class Rounds:
         know which weights training has made superfluous, and a repair can blur that.
         """
         found = levels(sparsity)
-        self._rounds = len(found) + (len(found) > 1) + (self._passes > 0)
+        self._rounds = len(found) + (len(found) > 1)
         masks = Masks({})
         for self._round, level in enumerate(found):
             masks = self.step(scores, level, masks, passes=0)
         if len(found) > 1:
-            reached, error, report = copy.deepcopy(self.model.state_dict()), self._error(), self.report
-            self._round = len(found)
-            self.model.load_state_dict(self.reference.state_dict())
-            plain = self._ranking(scores).at(sparsity)
-            self.apply(plain, passes=0)
-            if self._error() < error:
-                masks = plain
-            else:
-                self.model.load_state_dict(reached)
-                self.report = report
-        if self._passes:
-            self._round = self._rounds - 1
-            self.apply(masks)
+            masks = self._nearer(masks, self._ranking(scores).at(sparsity))
+        if self._passes and not all(bool(mask.all()) for mask in masks.values()):
+            self._fit_together(masks)
         return masks
 
-    def _error(self) -> float:
-        """How far the network's outputs are from the dense network's, on some of the batches."""
-        total = 0.0
+    def _nearer(self, masks: Masks, others: Masks) -> Masks:
+        """Keep the repaired network as it is, or prune the dense one by other masks if its outputs are nearer then."""
+        some = self.data[:: max(1, len(self.data) // COMPARED)]
+        with self._evaluating():
+            error = OutputError(self.reference, some, self._forward)
+            reached = error.mean(self.model)
+        kept, report = copy.deepcopy(self.model.state_dict()), self.report
+        self.model.load_state_dict(self.reference.state_dict())
+        self._round = self._rounds - 1
+        self.apply(others, passes=0)
+        with self._evaluating():
+            if error.mean(self.model) < reached:
+                return others
+        self.model.load_state_dict(kept)
+        self.report = report
+        return masks
+
+    def _fit_together(self, masks: Masks) -> None:
+        """Fit all layers together, from the weights that the repair found."""
+        joint = joint_fit(
+            self.model,
+            self.data,
+            reference=self.reference,
+            passes=self._passes,
+            masks=masks,
+            forward=self._forward,
+            progress=lambda done, _: self._count(self._rounds * self._layers + done),
+        )
+        self.report = replace(self.report, joint=joint)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         with evaluating(self.model), evaluating(self.reference), torch.random.fork_rng(devices=[]):
-            for batch in self.data[:: max(1, len(self.data) // COMPARED)]:
-                outputs = (floating(call(network, batch, self._forward)) for network in (self.model, self.reference))
-                for present, dense in zip(*outputs, strict=True):
-                    total += float(
-                        (present - dense).float().square().sum() / dense.float().square().sum().clamp_min(1e-30)
-                    )
-        return total
+            yield
 
     def step(
         self, scores: Mapping[str, Tensor], sparsity: float, removed: Masks, *, passes: int | None = None

@@ -15,6 +15,8 @@ from torch import Tensor
 ENTRIES = 2**25
 #: Σ |K|³ over the rows, beyond which conjugate gradients take the place of factorisations (about 3 s on one thread).
 CUBES = 1e10
+#: The largest Λ, as a multiple of the mean squared input. A row without curvature stays where it is.
+LIMIT = 1e8
 #: Conjugate gradients end when the residual of every row is this share of its right-hand side, or after STEPS.
 TOLERANCE, STEPS = 1e-7, 100
 
@@ -68,6 +70,20 @@ def conditional_mean(moment: Tensor, right: Tensor, kept: Tensor, mean: Tensor, 
         side = target[rows].gather(1, index) * real
         result[rows.unsqueeze(1), index] = _solve(system, side.unsqueeze(2))[..., 0] * real
     return result
+
+
+def prior_damping(delta: Tensor, curvature: Tensor, squares: Tensor) -> Tensor:
+    """Λ = δ/G, the prior precision in the units of A, for every row; at most :data:`LIMIT` times the mean of A_ii.
+
+    Args:
+        delta: δ, ``(rows, inputs)``.
+        curvature: The diagonal H_ji = G_j A_ii of the curvature as the posterior counts it, that is divided by its
+            temperature. G_j is the ratio of the sums over i.
+        squares: A_ii, in any units.
+    """
+    limit = LIMIT * squares.mean() + 1e-30
+    gain = curvature.sum(-1, keepdim=True) / squares.sum().clamp_min(1e-30)
+    return torch.where(gain > 0, delta / gain.clamp_min(1e-300), limit).clamp(max=limit)
 
 
 def conjugate_gradients(

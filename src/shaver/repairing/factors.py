@@ -16,11 +16,8 @@ from torch import Tensor, nn
 
 from shaver.criteria import PosteriorLike
 from shaver.curvature.blocks import KroneckerBlock
-from shaver.repairing.conditional import conditional_mean
+from shaver.repairing.conditional import conditional_mean, prior_damping
 from shaver.repairing.sites import parameters_of
-
-#: The largest Λ, as a multiple of the mean squared input. A row without curvature stays where it is.
-LIMIT = 1e8
 
 
 def factor_blocks(posterior: PosteriorLike | None) -> dict[str, KroneckerBlock]:
@@ -29,6 +26,12 @@ def factor_blocks(posterior: PosteriorLike | None) -> dict[str, KroneckerBlock]:
     return {
         name: block for name, block in blocks.items() if isinstance(block, KroneckerBlock) and block.A.shape[-1] > 1
     }
+
+
+def tempered_curvature(posterior: PosteriorLike) -> dict[str, Tensor]:
+    """The diagonal of H/T by parameter name: the curvature as the posterior counts it, at its temperature T."""
+    temperature = getattr(posterior, "temperature", 1.0)
+    return {name: values / temperature for name, values in posterior.curvature.diagonal().items()}
 
 
 @torch.no_grad()
@@ -52,21 +55,19 @@ def fit_by_factors(
         By parameter name: the squared error of the layer's outputs before and after, as a share of their square.
     """
     own, dense = parameters_of(model), parameters_of(reference)
-    delta, precision = posterior.delta(), posterior.precision()
+    delta, diagonal = posterior.delta(), tempered_curvature(posterior)
     errors = {}
     for name, block in factor_blocks(posterior).items():
         if name not in kept or bool(kept[name].all()):
             continue
         mean, masks = block.to_matrix(dense[name].detach()).double(), block.to_matrix(kept[name])
         prior = block.to_matrix(delta[name].expand_as(own[name])).double()
-        curvature = block.to_matrix(precision[name]).double() - prior
+        curvature = block.to_matrix(diagonal[name]).double()
         solved, before, after, total = torch.empty_like(mean), 0.0, 0.0, 0.0
         for group, moment in enumerate(block.A.double()):
             squares = moment.diagonal()
-            limit = LIMIT * squares.mean() + 1e-30
             if share is None:
-                gain = curvature[group].sum(-1, keepdim=True) / squares.sum().clamp_min(1e-30)
-                damping = torch.where(gain > 0, prior[group] / gain.clamp_min(1e-300), limit).clamp(max=limit)
+                damping = prior_damping(prior[group], curvature[group], squares)
             else:
                 damping = (share * squares.mean()).expand(1, len(squares))
             damping = damping + 1e-12 * squares.mean() + 1e-30

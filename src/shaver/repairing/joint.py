@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shaver.batches import Forward
+from shaver.curvature.blocks import at_least_float32
 from shaver.measure.evaluating import evaluating
 from shaver.naming import check_count
 from shaver.repairing.calibration import calibration_list, call
@@ -27,6 +28,8 @@ from shaver.repairing.sites import parameters_of
 RATE = 0.02
 #: One batch in this many is held out to see whether the fit carries over to other data.
 HELD_OUT = 8
+#: Bytes of the dense network's outputs that are kept; of a language model they may not fit, and are computed again.
+KEPT = 2**30
 #: Steps with a rising rate at the beginning, as a share of all.
 WARM_UP = 0.05
 
@@ -76,7 +79,9 @@ def joint_fit(
     check_count("passes", passes, 0)
     data = calibration_list(batches)
     with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]):
-        error = _Error(reference, data, forward)
+        error = OutputError(reference, data, forward)
+        if error.is_empty:
+            raise ValueError("the network returns no floating-point tensor to compare with the dense network's.")
         held = list(range(0, len(data), HELD_OUT)) if len(data) >= HELD_OUT else list(range(len(data)))
         used = [place for place in range(len(data)) if place not in held] if len(data) >= HELD_OUT else held
         before = error.mean(model, held)
@@ -105,7 +110,7 @@ def check_passes(passes: int, calibration: object) -> None:
 def _descend(
     model: nn.Module,
     layers: Sequence[Sequence[tuple[nn.Parameter, Tensor | None]]],
-    error: "_Error",
+    error: "OutputError",
     used: Sequence[int],
     passes: int,
     rate: float,
@@ -132,46 +137,86 @@ def _descend(
         yield number + 1
 
 
-class _Error:
-    """The squared error of a network's outputs against the dense network's, as a share of their variance."""
+class OutputError:
+    """The squared error of a network's outputs against the dense network's, as a share of their variance.
+
+    Use it within :func:`shaver.measure.evaluating.evaluating` of both networks.
+
+    Args:
+        reference: The dense network.
+        data: The batches.
+        forward: ``forward(model, batch)`` for batches of another layout.
+    """
 
     def __init__(self, reference: nn.Module, data: Sequence[Any], forward: Forward | None) -> None:
-        self._data, self._forward = data, forward
-        self._targets = [floating(call(reference, batch, forward)) for batch in data]
-        if not self._targets[0]:
-            raise ValueError("the network returns no floating-point tensor to compare with the dense network's.")
-        self._scales = [_variance(outputs) for outputs in zip(*self._targets, strict=True)]
+        self._reference, self._data, self._forward = reference, data, forward
+        self._kept: list[list[Tensor]] = []
+        spreads: list[_Spread] = []
+        for place, batch in enumerate(data):
+            targets = _floating(call(reference, batch, forward))
+            spreads = spreads or [_Spread() for _ in targets]
+            for spread, target in zip(spreads, targets, strict=True):
+                spread.add(target)
+            if len(self._kept) == place and len(data) * sum(y.nbytes for y in targets) <= KEPT:
+                self._kept.append(targets)
+        self._scales = [spread.variance or 1.0 for spread in spreads]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the outputs hold no floating-point tensor; the error is then zero."""
+        return not self._scales
 
     def of(self, model: nn.Module, place: int) -> Tensor:
         """The error on one batch."""
-        outputs, targets = floating(call(model, self._data[place], self._forward)), self._targets[place]
+        outputs, targets = _floating(call(model, self._data[place], self._forward)), self._targets(place)
         if [y.shape for y in outputs] != [y.shape for y in targets]:
             raise ValueError(
                 f"the network's outputs have the shapes {[tuple(y.shape) for y in outputs]}, the reference's "
                 f"{[tuple(y.shape) for y in targets]}: they are different networks."
             )
         errors = [
-            (y.float() - target.float()).square().mean() / scale
+            (at_least_float32(y) - at_least_float32(target)).square().mean() / scale
             for y, target, scale in zip(outputs, targets, self._scales, strict=True)
         ]
-        return torch.stack(errors).mean()
+        return torch.stack(errors).mean() if errors else torch.zeros(())
 
-    def mean(self, model: nn.Module, places: Sequence[int]) -> float:
-        """The mean error on some batches."""
+    def mean(self, model: nn.Module, places: Sequence[int] | None = None) -> float:
+        """The mean error on some batches; ``None`` is all."""
+        places = range(len(self._data)) if places is None else places
         return sum(float(self.of(model, place)) for place in places) / len(places)
 
+    def _targets(self, place: int) -> list[Tensor]:
+        if place < len(self._kept):
+            return self._kept[place]
+        with torch.no_grad():
+            return _floating(call(self._reference, self._data[place], self._forward))
 
-def floating(output: Any) -> list[Tensor]:
+
+def _floating(output: Any) -> list[Tensor]:
     """The floating-point tensors among a network's outputs."""
     values = output.values() if isinstance(output, Mapping) else tree_leaves(output)  # results of transformers are both
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel()]
 
 
-def _variance(outputs: Sequence[Tensor]) -> float:
-    count = sum(y.numel() for y in outputs)
-    mean = sum(float(y.double().sum()) for y in outputs) / count
-    variance = sum(float((y.double() - mean).square().sum()) for y in outputs) / count
-    return variance or 1.0
+class _Spread:
+    """The variance of values that come batch by batch (Chan et al., 1983)."""
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    def add(self, values: Tensor) -> None:
+        """Count one batch in."""
+        values = values.double()
+        mean, count = float(values.mean()), self._count + values.numel()
+        self._squares += float((values - mean).square().sum())
+        self._squares += (mean - self._mean) ** 2 * self._count * values.numel() / count
+        self._mean += (mean - self._mean) * values.numel() / count
+        self._count = count
+
+    @property
+    def variance(self) -> float:
+        """The mean squared distance from the mean."""
+        return self._squares / max(self._count, 1)
 
 
 def _scale(layer: Sequence[tuple[nn.Parameter, Tensor | None]]) -> float:

@@ -14,8 +14,8 @@ from shaver.criteria.registry import check_posterior
 from shaver.measure.evaluating import evaluating
 from shaver.naming import check_functions, check_number, shown
 from shaver.repairing.calibration import calibration_list, call
-from shaver.repairing.conditional import conditional_mean
-from shaver.repairing.factors import factor_blocks, fit_by_factors
+from shaver.repairing.conditional import conditional_mean, prior_damping
+from shaver.repairing.factors import factor_blocks, fit_by_factors, tempered_curvature
 from shaver.repairing.joint import check_passes, joint_fit
 from shaver.repairing.moments import Moments, Statistics, sequential_moments
 from shaver.repairing.norms import restored, set_statistics
@@ -203,7 +203,7 @@ class _Fitting:
         self.norms: list[str] = []
         self.is_changed = False
         self._delta = dict(posterior.delta()) if posterior is not None else {}
-        self._curvature = posterior.curvature.diagonal() if posterior is not None else {}
+        self._curvature = tempered_curvature(posterior) if posterior is not None else {}
 
     def fit(self, site: Site, moments: Moments) -> None:
         """Give one site's weights their conditional mean; nothing is changed before the first removed weight."""
@@ -260,11 +260,7 @@ class _Fitting:
         curvature = self._curvature[name]
         delta = site.matrix(self.model, self._delta[name].expand_as(curvature))[group].double()
         h = site.matrix(self.model, curvature)[group].double()
-        # H_ji = G_j A_ii, so that G_j is the ratio of the two sums over i.
-        gain = h.sum(-1, keepdim=True) / squares.sum().clamp_min(1e-30)
-        # A row whose curvature vanishes is not held at all by the data; the damping's own limit holds it.
-        limit = 100 * squares.mean()
-        return torch.where(gain > 0, delta / gain.clamp_min(1e-300), limit).clamp(max=limit)
+        return prior_damping(delta, h, squares)
 
     def renormalise(self, path: str, statistics: Statistics) -> None:
         """Give a BatchNorm the statistics of its present inputs."""
