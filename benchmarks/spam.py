@@ -165,11 +165,11 @@ def timing(name: str) -> dict[str, float]:
     spam = shaver.SpaM(model, 60_000, total_steps=STEPS)
     assert spam.online is not None
     measured = updates = 0
-    for spam.steps in range(STEPS):  # how often each kind of step occurs
-        spam._set_pace()
-        measured += spam.steps % spam.online.every == 0
-        updates += spam.steps % spam._between == 0 and spam._has_begun() and not spam._frozen()
-    spam.steps = 0
+    table = spam.timetable
+    for table.steps in range(STEPS):  # how often each kind of step occurs
+        measured += table.steps % table.spacing == 0
+        updates += table.is_due
+    table.steps = 0
     start = {key: value.clone() for key, value in model.state_dict().items()} if name != "gpt2" else None
 
     def passes() -> None:

@@ -26,9 +26,10 @@ from shaver.naming import check_count, check_name
 from shaver.priors import Grouping, make_prior
 from shaver.ranks import Ranks, held_parameters, unwrapped
 from shaver.selection import Selection
-from shaver.settings import IDLE, Settings, settings_for
+from shaver.settings import Settings, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
+from shaver.timetable import Timetable
 from shaver.watch import Watch
 
 
@@ -65,7 +66,8 @@ class SpaM:
         updates: Number of updates of δ so far.
         scale_free: Weights whose scale has no effect, such as filters before a BatchNorm; see
             :class:`shaver.invariance.ScaleFree`.
-        watch: When δ is learned and when it is held; see :class:`shaver.watch.Watch`.
+        timetable: When curvature is measured and δ is updated; see :class:`shaver.timetable.Timetable`.
+        watch: Whether learning δ does harm; see :class:`shaver.watch.Watch`.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class SpaM:
         self.settings = settings = settings_for(structure, settings, options)
         self.data_size = check_count("data_size, the number of training samples,", data_size)
         self.seed = check_count("seed", seed, 0)
-        self.total_steps = None if total_steps is None else check_count("total_steps", total_steps)
+        total_steps = None if total_steps is None else check_count("total_steps", total_steps)
         model, self.ranks = unwrapped(model)
         if group is not None:
             self.ranks = Ranks(group)
@@ -96,6 +98,7 @@ class SpaM:
         self.noise = NoiseLearner(self.likelihood)
         self.theta = trainable_parameters(model)
         self.scale_free, self.watch = ScaleFree(self.theta), Watch(self.data_size)
+        self.timetable = Timetable(settings, total_steps, self.watch, per_weight=prior == "parameter")
         self._held = held_parameters(self.theta, self.ranks)
         if self._held.is_sharded:
             check_settings(prior, settings)
@@ -103,21 +106,20 @@ class SpaM:
         weights = self._held.rows() if for_rows else self.theta
         made = make_prior(prior, weights, init=settings.initial_precision, bounds=settings.bounds)
         self.prior = self._held.prior_of(made, for_rows)
-        self.steps = self.epochs = self.updates = 0
+        self.epochs = self.updates = 0
         self._attached: dict[int, Attachment] = {}
         self._checked: set[tuple[int, ...]] = set()
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
-        self._has_warned = self._is_frozen = self._is_debiased = False
+        self._has_warned = self._is_debiased = False
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
         if settings.online:
-            self._every, self._between = settings.pace(self.total_steps, per_weight=prior == "parameter")
             self.online = OnlineCurvature(
                 model,
                 data_size,
                 source=settings.source,
-                every=self._every,
+                every=self.timetable.spacing,
                 decay=settings.decay,
                 likelihood=self.likelihood,
                 loss=settings.loss,
@@ -125,14 +127,14 @@ class SpaM:
                 outputs=outputs,
                 ranks=self.ranks,
             )
-            self._set_pace()
 
     def __repr__(self) -> str:
         """The model, the prior, the progress and the current statistics."""
         weights = sum(p.numel() for p in self.theta.values())
-        steps = f"{self.steps:,}" + (f" of {self.total_steps:,}" if self.total_steps is not None else "")
+        total = self.timetable.total_steps
+        steps = f"{self.steps:,}" + (f" of {total:,}" if total is not None else "")
         measured = "by epochs" if self.online is None else f"{self.online.measurements:,} curvature measurements"
-        state = "frozen" if self._frozen() else f"{self.updates:,} updates of δ"
+        state = "frozen" if self.timetable.is_frozen else f"{self.updates:,} updates of δ"
         lines = [
             f"SpaM of {type(self.model).__name__} with {weights:,} weights, {self.data_size:,} samples",
             f"  prior {self.prior.kind!r}, structure {self.structure!r}, source {self.settings.source!r}",
@@ -141,6 +143,11 @@ class SpaM:
         if not self._held.is_sharded:  # the statistics of sharded parameters need all ranks
             lines += [f"  {name} {value:.4g}" for name, value in self.statistics().items()]
         return "\n".join(lines)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps so far."""
+        return self.timetable.steps
 
     # In the loop -----------------------------------------------------------------------------------------------
 
@@ -239,15 +246,22 @@ class SpaM:
 
     def advance(self, *optimizers: Optimizer) -> None:
         """Count a step that has been taken, and update δ if it is time."""
-        self.steps += 1
+        self.timetable.steps += 1
         if self.settings.proximal and self.steps % 10 == 0:
             clear_vanished(self.theta.values())
-        self._set_pace()
-        if self.online is not None and self._due(self.online):
+        if self.online is None:
+            return
+        self.online.every = self.timetable.spacing
+        if not self.timetable.is_due:
+            return
+        if self.online.measurements:
             self._update(self.online.curvature())
             for optimizer in optimizers:
                 if isinstance(optimizer, LBFGS):  # its history belongs to the old objective
                     optimizer.state.clear()
+        elif not self.online.passes and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"δ is not learned: {UNMEASURED}", stacklevel=3)
 
     def end_epoch(self, batches: Iterable[Any], **reading: Any) -> None:
         """By epochs: estimate H over ``batches`` and update δ, if an update is due. Online: does nothing.
@@ -260,7 +274,7 @@ class SpaM:
         if self.online is not None:
             return
         after = self.epochs - int(self.settings.burn_in) - 1
-        if after < 0 or after % self.settings.frequency or self._frozen():
+        if after < 0 or after % self.settings.frequency or self.timetable.is_frozen:
             return
         self.update(batches, **reading)
 
@@ -282,39 +296,12 @@ class SpaM:
             self.online.note(float(nll.detach().sum()))
         return nll.mean()
 
-    def _due(self, online: OnlineCurvature) -> bool:
-        """Whether δ is updated after this step. Warns once if no curvature has been measured at all."""
-        if self.steps % self._between or self._frozen() or not self._has_begun():
-            return False
-        if not online.passes and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(f"δ is not learned: {UNMEASURED}", stacklevel=4)
-        return bool(online.measurements)
-
-    def _has_begun(self) -> bool:
-        """Whether δ may be learned: after the burn-in or, if the length is unknown, once the loss has settled."""
-        if self.total_steps is not None:
-            return self.steps > self.settings.burn_in * self.total_steps
-        return not self.settings.burn_in or self.watch.has_settled or not self.watch.is_told
-
-    def _set_pace(self) -> None:
-        """Measure often only where H is needed soon: while δ is updated, shortly before that, and at the end."""
-        if self.online is None:
-            return
-        factor = IDLE if self._frozen() else 1
-        if self.total_steps is not None:
-            memory = self._every / (1 - self.settings.decay)  # as far as the average reaches back
-            is_near = self.steps >= self.settings.burn_in * self.total_steps - memory and not self._frozen()
-            is_last = self.total_steps - 2 * memory <= self.steps < self.total_steps
-            factor = 1 if is_near or is_last else IDLE**2 if self.steps < self.total_steps else IDLE
-        self.online.every = self._every * factor
-
     def freeze(self) -> None:
         """Stop learning δ from now on, so that the weights settle under the prior as it is.
 
         For trainings without ``total_steps``: call it when the last part of the training begins.
         """
-        self._is_frozen = True
+        self.timetable.freeze()
 
     def debias(self) -> None:
         """Train the weights under ``initial_precision`` from now on, so that δ no longer pulls them to zero.
@@ -323,11 +310,6 @@ class SpaM:
         """
         self._is_debiased = True
         self._made_of = []  # forces δ per parameter to be computed again
-
-    def _frozen(self) -> bool:
-        if self._is_frozen:
-            return True
-        return self.total_steps is not None and self.steps > self.settings.freeze * self.total_steps
 
     @torch.no_grad()
     def _update(self, curvature: Curvature) -> None:
@@ -353,7 +335,7 @@ class SpaM:
         matrices = {name: diagonal[name] for name, parameter in self.theta.items() if parameter.ndim > 1}
         self.watch.keep_matrices(self.prior, before, matrices, temperature, self._held.total, self.steps)
         if settings.shrink and self.updates and not self._is_debiased:
-            power = settings.shrink if self.online is None else settings.share(self._between)
+            power = settings.shrink if self.online is None else settings.share(self.timetable.update)
             scale_free = self.scale_free.by_parameter
             for name, h in diagonal.items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
@@ -464,13 +446,12 @@ class SpaM:
             "online": None if self.online is None else self.online.state_dict(),
             "curvature": None if self._curvature is None else self._curvature.state_dict(),
             "likelihood": self.likelihood.state(),
-            "steps": self.steps,
+            **self.timetable.state(),
             "epochs": self.epochs,
             "updates": self.updates,
             "outputs": self.noise.outputs,
             "scale_free": self.scale_free.state(),
             "watch": self.watch.state(),
-            "is_frozen": self._is_frozen,
             "is_debiased": self._is_debiased,
         }
 
@@ -486,19 +467,19 @@ class SpaM:
             raise ValueError(
                 f"the saved SpaM learned {saved} and this one learns {this}: pass online={state['online'] is not None}."
             )
+        self.timetable.load_state(state)
         if self.online is not None:
             self.online.load_state_dict(state["online"])
+            self.online.every = self.timetable.spacing
         is_kept = self.online is None and state["curvature"] is not None  # earlier versions saved it online too
         self._curvature = Curvature.from_state_dict(state["curvature"]) if is_kept else None
         self.likelihood.load_state(state["likelihood"])
-        self.steps, self.epochs, self.updates = state["steps"], state["epochs"], state["updates"]
+        self.epochs, self.updates = state["epochs"], state["updates"]
         self.noise.outputs = state["outputs"]
         self.scale_free.load_state(state["scale_free"])
         self.watch.load_state(state["watch"])
-        self._is_frozen = state["is_frozen"]
         self._is_debiased = state.get("is_debiased", False)  # absent in states of earlier versions
         self._made_of = []
-        self._set_pace()
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:
         """δ of each parameter, computed again when the prior's values have been replaced."""

@@ -54,7 +54,7 @@ def test_a_skipped_step_is_neither_a_step_nor_a_shrink_nor_a_measurement(source:
     problem.step(*batches[0])
     problem.step(*batches[1])
     before, h = weights(problem.model), problem.spam.curvature.diagonal()
-    problem.spam._between = 100  # no update of δ just now
+    problem.spam.timetable.update = 100  # no update of δ just now
     problem.step(*batches[2], factor=math.inf)  # the third step is one that is measured
     assert_close(weights(problem.model), before, 0.0)
     assert_close(problem.spam.curvature.diagonal(), h, 0.0)

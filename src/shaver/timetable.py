@@ -1,0 +1,68 @@
+"""When SpaM measures curvature and when it updates δ: burn-in, pace, freeze."""
+
+from typing import Any
+
+from shaver.settings import IDLE, Settings
+from shaver.watch import Watch
+
+
+class Timetable:
+    """Counts the steps of a training and says what is due.
+
+    Args:
+        settings: SpaM's settings.
+        total_steps: Number of steps of the whole training, or None.
+        watch: Knows whether the loss allows δ to be learned.
+        per_weight: Each weight has its own δ.
+
+    Attributes:
+        steps: Number of steps so far.
+        every: Steps between two curvature measurements, while δ is learned.
+        update: Steps between two updates of δ.
+    """
+
+    def __init__(self, settings: Settings, total_steps: int | None, watch: Watch, *, per_weight: bool) -> None:
+        self.steps, self.total_steps = 0, total_steps
+        self._settings, self._watch = settings, watch
+        self.every, self.update = settings.pace(total_steps, per_weight=per_weight) if settings.online else (1, 1)
+        self._is_stopped = False
+
+    def freeze(self) -> None:
+        """No update of δ is due any more."""
+        self._is_stopped = True
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether δ no longer changes."""
+        known = self.total_steps is not None and self.steps > self._settings.freeze * self.total_steps
+        return self._is_stopped or known
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether δ may be learned: after the burn-in or, if the length is unknown, once the loss has settled."""
+        if self.total_steps is not None:
+            return self.steps > self._settings.burn_in * self.total_steps
+        return not self._settings.burn_in or self._watch.has_settled or not self._watch.is_told
+
+    @property
+    def is_due(self) -> bool:
+        """Whether δ is updated after this step."""
+        return not self.steps % self.update and self.has_begun and not self.is_frozen
+
+    @property
+    def spacing(self) -> int:
+        """Steps until the next measurement: few while δ is updated, shortly before that, and at the end."""
+        if self.total_steps is None:
+            return self.every * (IDLE if self.is_frozen else 1)
+        reach = self.every / (1 - self._settings.decay)  # as far back as the average of H reaches
+        is_near = self.steps >= self._settings.burn_in * self.total_steps - reach and not self.is_frozen
+        is_last = self.total_steps - 2 * reach <= self.steps < self.total_steps
+        return self.every * (1 if is_near or is_last else IDLE**2 if self.steps < self.total_steps else IDLE)
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to resume."""
+        return {"steps": self.steps, "is_frozen": self._is_stopped}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state` returned."""
+        self.steps, self._is_stopped = state["steps"], state["is_frozen"]
