@@ -1,15 +1,17 @@
 """The rivals' formulas hold, and their recipes end with plain networks that have exact zeros."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from shaver.data import InMemory
-from shaver.lab import run_study
+from shaver.lab import get_recipe, run_study
 from shaver.lab.recipes.grid import cells_of
 from shaver.lab.recipes.recipe import Recipe, Stage, Task
+from shaver.lab.run.results import read_rows
 from shaver.lab.run.rivals import RIVALS, HardConcrete, VariationalDropout, train_rival
 from tests.lab.conftest import InProcess
 
@@ -71,6 +73,20 @@ def test_a_study_runs_rivals_beside_ours(tmp_path):
     assert [cell.training.labels["method"] for cell in cells_of(recipe)] == ["spam", "spam", "map", "map", "vd"]
     outcome = run_study(recipe, tmp_path / "run", engine=InProcess())
     assert (outcome.failed, outcome.rows) == ({}, 5)
+
+
+def test_a_late_cosine_begins_when_the_masks_of_the_record_are_final(tmp_path):
+    (task,) = get_recipe("record-caffe").tasks
+    assert task.online["end"] == pytest.approx(1 / 3)
+    short = replace(TINY, schedule=task.schedule, online=task.online, lr=0.1)
+    recipe = Recipe("tiny", "A tiny study", "nothing", "cpu", (short,), ("spam", "map"), seeds=1,
+                    stages=(Stage("online", ("opd", "magnitude"), (0.5,)),))  # fmt: skip
+    assert run_study(recipe, tmp_path / "run", engine=InProcess()).failed == {}
+    for cell in cells_of(recipe):
+        first, second, last = read_rows(tmp_path / "run" / "cells" / cell.key / "history.csv")
+        assert float(first["lr"]) == pytest.approx(0.1)
+        assert float(first["sparsity"]) == pytest.approx(0.5, abs=0.01), "of three epochs the first prunes"
+        assert 0.09 > float(second["lr"]) > 0.01 > float(last["lr"])
 
 
 def test_rivals_have_one_stage():

@@ -75,19 +75,23 @@ def _finetuning(name: str, scale: str) -> Recipe:
     return _experiment("One shot against fine-tuned", "Figure B4", *tasks, stages=(Stage(), tuned))(name, scale)
 
 
-def _record(task: str, *compressions: float, **training: Any) -> _Make:
+def _record(task: str, *compressions: float, late: bool = False, **training: Any) -> _Make:
     """Pruning to the published compressions, all weights and biases counted, in one training from random weights.
 
     Weights and biases are removed until half of the training, and δ is learned as long. Then the masks are held, and
-    the remaining weights leave the learned prior.
+    the remaining weights leave the learned prior. With ``late``, weights are removed during the first third, at the
+    full learning rate, and the rate falls while the masks are held.
     """
     # a thousandth more, so that a rounded count of weights does not fall short
     sparsities = tuple(1 - 1 / (1.001 * times) for times in compressions)
 
     def make(name: str, scale: str) -> Recipe:
-        online = {"biases": True, "debias": True, "end": 0.5}
-        spam = {"freeze": 0.5, "initial_precision": 20.0}
-        chosen = replace(TASKS[task, scale], note="", source="mc", spam=spam, online=online, **training)
+        start, end = (1 / 60, 1 / 3) if late else (0.1, 0.5)
+        online = {"biases": True, "debias": True, "start": start, "end": end}
+        spam = {"burn_in": start, "freeze": end, "initial_precision": 20.0}
+        schedule = "late cosine" if late else "cosine"
+        settings = {"source": "mc", "spam": spam, "online": online, "schedule": schedule, **training}
+        chosen = replace(TASKS[task, scale], note="", **settings)
         return Recipe(
             name, f"Highest compression: {chosen.title}", "not there", scale, (chosen,),
             methods=("spam", "map", "vd", "l0"), stages=(Stage("online", ("opd", "magnitude"), sparsities),),
@@ -149,7 +153,7 @@ _RECIPES: dict[str, _Make] = {
     "small-gpt-imdb": _language("stands in for GPT-2 on IMDB"),
     "small-gpt-words": _language("not there"),
     "record-300-100": _record("lenet-300-100", 68, 100),
-    "record-caffe": _record("lenet-caffe", 280, 400, batch_size=64),
+    "record-caffe": _record("lenet-caffe", 280, 400, late=True),
     "record-lenet": _record("lenet-mnist", 100),
     "record-lenet-afterwards": _record_afterwards,
     "priors": _experiment(

@@ -132,6 +132,8 @@ def _training(
         options["spam"] = {"prior": prior, "structure": structure, **_learning(task, structure, source), **task.spam}
     if task.clip is not None:
         options["clip"] = task.clip
+    if task.schedule != "cosine":
+        options["schedule"] = task.schedule
     if method == "l1":
         options["l1"] = None
     if online is not None and task.online and method not in RIVALS:

@@ -1,8 +1,9 @@
 """Tasks (a network on its data) and recipes (how the networks of some tasks are trained and pruned)."""
 
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,15 @@ PAPER_SPARSITIES = (0.20, 0.40, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.99)
 SPARSITIES = tuple(sorted((*PAPER_SPARSITIES, 0.97, 0.98, 0.995)))
 #: Every registered criterion, in the order of the tables.
 CRITERIA = ("opd", "obd", "magnitude", "snip", "grasp", "synflow", "wanda", "random")
+
+
+def late_cosine(share: float) -> float:
+    """The learning rate's factor: one during the first third of training, then down to zero along a cosine."""
+    return 0.5 * (1 + math.cos(math.pi * max(0.0, 1.5 * share - 0.5)))
+
+
+#: Schedules of the learning rate by name, as :func:`shaver.fit` takes them.
+SCHEDULES: dict[str, str | Callable[[float], float]] = {"cosine": "cosine", "late cosine": late_cosine}
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class Task:
     batch_size: int = 128  # samples per step
     optimizer: str = "sgd"  # "sgd", "adam" or "adamw"
     lr: float = 0.05  # its learning rate
+    schedule: str = "cosine"  # of the learning rate, see SCHEDULES
     clip: float | None = None  # largest norm of a gradient; None is no limit
     samples: int | None = None  # number of training samples, drawn once; None is all
     augment: bool = False  # shift and mirror training images
@@ -85,6 +96,7 @@ class Task:
     def __post_init__(self) -> None:
         check_name("scale", self.scale, SCALES)
         check_name("optimizer", self.optimizer, ("sgd", "adam", "adamw"))
+        check_name("schedule", self.schedule, SCHEDULES)
         check_name("source", self.source, ("ggn", "ef", "mc"))
         for name in ("epochs", "batch_size", "samples", "frequency", "length", "test_samples", "scored"):
             if (value := getattr(self, name)) is not None:

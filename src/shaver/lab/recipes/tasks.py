@@ -73,7 +73,7 @@ _ALL = (
         for scale in SCALES
         for name, network, epochs, lr, seconds in (
             ("lenet-300-100", _LENET_300_100, 15, 0.1, 3.5),
-            ("lenet-caffe", {"name": "lenet_caffe"}, 8, 0.025, 28.0),
+            ("lenet-caffe", {"name": "lenet_caffe"}, 30, 0.05, 28.0),
         )
     ),
     _paper("fcn-cancer", _CANCER, "cancer", 50, batch_size=64, optimizer="adam", lr=1e-3),

@@ -21,7 +21,7 @@ from shaver.evidence import Posterior
 from shaver.io import load_state, read_json, save_state, write_json
 from shaver.lab.recipes.grid import Training
 from shaver.lab.recipes.language import Reviews, build_network, load_reviews, warm_up
-from shaver.lab.recipes.recipe import RIVALS
+from shaver.lab.recipes.recipe import RIVALS, SCHEDULES
 from shaver.lab.run.rivals import train_rival
 from shaver.pruning import Masks, Online
 from shaver.training import History, Options, fit
@@ -126,7 +126,9 @@ def _train(
     options = dict(training.fit)
     epochs, seed = options["epochs"], options["seed"]
     options["options"] = _prior(training, data)
-    schedule = options.pop("online", {})
+    if "schedule" in options:
+        options["schedule"] = SCHEDULES[options["schedule"]]
+    pruning = options.pop("online", {})
     place = folder / _CHECKPOINTS
     facts: dict[str, Any] = {"code": code, "epochs": epochs}
     if options["method"] == "l1" and options["l1"] is None:
@@ -139,7 +141,7 @@ def _train(
             model,
             data.train,
             data.test if training.curves else None,
-            online=None if training.online is None else Online(training.online, **schedule),
+            online=None if training.online is None else Online(training.online, **pruning),
             folder=place / "run",
             resume=resume,
             logger=_Epochs(report, epochs),
