@@ -22,6 +22,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
+from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 
 import shaver
@@ -41,11 +42,17 @@ METHODS = {
     "vd": ("Sparse VD", "#cc79a7", "^"),
     "l0": ("L0 gates", "#56b4e9", "v"),
 }
-#: Network → method, compression and error as their papers have them; biases and epochs are counted differently there.
+#: Network → method, compression and error as their papers have them, and where in the figure its name stands in points.
+#: Biases and epochs are counted differently there.
 PUBLISHED = {
-    "lenet-300-100": [("DNS", 56, 1.99), ("Sparse VD", 68, 1.92)],
-    "lenet-caffe": [("DNS", 111, 0.91), ("Bayesian compression", 156, 1.0), ("Sparse VD", 280, 0.75)],
+    "lenet-300-100": [("DNS", 56, 1.99, (6, 0)), ("Sparse VD", 68, 1.92, (6, 0))],
+    "lenet-caffe": [
+        ("DNS", 111, 0.91, (0, -9)),
+        ("Bayesian compression", 156, 1.0, (0, 9)),
+        ("Sparse VD", 280, 0.75, (6, 0)),
+    ],
 }
+HOLLOW = "published"
 FIELDS = (
     "task", "method", "epochs", "seed", "parameters", "nonzeros", "biases", "compression", "error", "file", "seconds"
 )  # fmt: skip
@@ -85,17 +92,22 @@ def rows_of(run: Path) -> list[tuple[Row, Path]]:
     return found
 
 
-def table(rows: list[Row]) -> str:
-    """One line per network, method and compression: mean and standard deviation over seeds."""
+def grouped(rows: list[Row]) -> dict[tuple[str, str, int, str], list[Row]]:
+    """The trainings that differ in their seed only, by network, method, compression (of rivals 0) and epochs."""
     groups: dict[tuple[str, str, int, str], list[Row]] = defaultdict(list)
     for row in rows:
         times = round(float(row["compression"])) if row["method"] in ("spam", "map") else 0  # rivals find their own
-        groups[row["task"], row["method"], times, row["epochs"]].append(row)
+        groups[row["task"], row["method"], times, str(row["epochs"])].append(row)
+    return groups
+
+
+def table(rows: list[Row]) -> str:
+    """One line per network, method and compression: mean and standard deviation over seeds."""
     lines = [
         "| network | method | epochs | seeds | compression | non-zero | biases | test error, % | bytes on disk |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (task, method, _, epochs), mine in groups.items():
+    for (task, method, _, epochs), mine in grouped(rows).items():
         errors = [float(row["error"]) for row in mine]
         spread = f" ± {statistics.stdev(errors):.2f}" if len(mine) > 1 else ""
         columns = ("compression", "nonzeros", "biases", "file")
@@ -109,32 +121,50 @@ def table(rows: list[Row]) -> str:
 
 
 def draw_errors(rows: list[Row], path: Path) -> None:
-    """Test error over non-zero weights: a point per training, and what was published."""
-    tasks = [task for task in PUBLISHED if any(row["task"] == task for row in rows)]
-    figure, panels = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 3.6), squeeze=False)
+    """Test error over non-zero weights: a point per training, a line through their means, and what was published."""
+    tasks = [task for task in NETWORKS if any(row["task"] == task for row in rows)]
+    figure, panels = pyplot.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 4.0), squeeze=False)
     for axis, task in zip(panels[0], tasks, strict=True):
         mine = [row for row in rows if row["task"] == task]
         total = int(mine[0]["parameters"])
         for method, (label, colour, marker) in METHODS.items():
-            points = [(int(row["nonzeros"]), float(row["error"])) for row in mine if row["method"] == method]
-            if points:
-                axis.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=34, label=label, alpha=0.8)
-        for name, times, error in PUBLISHED[task]:
-            axis.scatter([total / times], [error], facecolor="none", edgecolor=INK, s=34)
+            groups = [group for key, group in grouped(mine).items() if key[1] == method]
+            points = [[(int(row["nonzeros"]), float(row["error"])) for row in group] for group in groups]
+            means = sorted(tuple(statistics.mean(values) for values in zip(*one, strict=True)) for one in points)
+            axis.plot(*zip(*means, strict=True), color=colour, lw=1.2, alpha=0.7) if means else None
+            for one in points:
+                axis.scatter(*zip(*one, strict=True), color=colour, marker=marker, s=26, alpha=0.75, label=label, lw=0)
+        for name, times, error, offset in PUBLISHED.get(task, []):
+            axis.scatter([total / times], [error], facecolor="white", edgecolor=INK, s=30, zorder=3, label=HOLLOW)
             axis.annotate(
-                f"{name}, published", (total / times, error), (0, -11), textcoords="offset points", fontsize=7
-            )
-        axis.set_xscale("log")
-        for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-            formatter(lambda value, _: f"{value:,.0f}")
-        axis.set_xlabel("non-zero weights and biases")
-        axis.set_ylabel("test error, %")
-        axis.set_title(NETWORKS[task], fontsize=10)
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
-        axis.margins(0.25, 0.2)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+                name, (total / times, error), offset, textcoords="offset points", fontsize=7.5, color=INK,
+                ha="right" if offset[0] < 0 else "left", va="center",
+            )  # fmt: skip
+        _dress(axis, total, NETWORKS[task])
+    known = {label: mark for axis in panels[0] for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    order = [label for label, *_ in METHODS.values() if label in known] + [HOLLOW] * (HOLLOW in known)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.legend([known[label] for label in order], order, fontsize=8.5, loc="lower center", ncols=5, frameon=False)
     _save(figure, path)
+
+
+def _dress(axis: Axes, total: int, title: str) -> None:
+    """Axes of one panel: the number of weights below, the compression above."""
+    axis.set_xscale("log")
+    axis.margins(0.12, 0.12)
+    low, high = axis.get_xlim()
+    counts = [count for count in (500, 700, 1000, 1500, 2000, 3000, 4000, 6000, 9000) if low <= count <= high]
+    axis.set_xticks(counts, [f"{count:,}" for count in counts])
+    times = [times for times in (30, 45, 68, 100, 150, 200, 280, 400) if low <= total / times <= high]
+    above = axis.secondary_xaxis("top", functions=2 * (lambda count: total / count.clip(1e-9),))
+    above.set_xticks(times, [f"{one}×" for one in times], fontsize=8)
+    for one in (axis.xaxis, above.xaxis):
+        one.set_minor_locator(NullLocator())
+    axis.set_xlabel("non-zero weights and biases")
+    axis.set_ylabel("test error, %")
+    axis.set_title(title, fontsize=10)
+    axis.grid(axis="y", lw=0.4, alpha=0.5)
+    axis.spines["right"].set_visible(False)
 
 
 def draw_network(model: nn.Module, path: Path) -> None:
