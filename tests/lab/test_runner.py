@@ -314,6 +314,7 @@ def test_a_damaged_study_is_named_and_kept(tmp_path):
     ("stage", "methods", "rows"),
     [
         (Stage("finetuned", ("opd",), (0.9,), epochs=1), ("map",), 2),
+        (Stage("repaired", ("opd",), (0.5, 0.9), methods=("map",)), ("map", "spam"), 3),
         (Stage("online", ("opd", "magnitude"), (0.5, 0.9)), ("map", "spam"), 4),
         (Stage("structured", ("opd", "random"), (0.5,)), ("spam",), 3),
     ],
@@ -338,6 +339,17 @@ def test_every_stage_gives_its_rows(tmp_path, stage, methods, rows):
         assert (pruned.tuning_epochs == 1).all()
     if stage.name == "online":
         assert set(zip(pruned.method, pruned.criterion, strict=True)) == {("spam", "opd"), ("map", "magnitude")}
+
+
+def test_repaired_networks_are_nearer_to_the_dense_one(tmp_path):
+    stages = (Stage("posthoc", ("magnitude",), (0.9,)), Stage("repaired", ("magnitude",), (0.9,)))
+    assert run_study(recipe(methods=("map",), stages=stages), tmp_path / "run", engine=InProcess()).failed == {}
+    frame = load_runs(tmp_path / "run")
+    dense, pruned = frame[frame.criterion == DENSE], frame[frame.criterion != DENSE].set_index("stage")
+    assert pruned.nonzeros["repaired"] == pruned.nonzeros["posthoc"]
+    rise = pruned.nll - dense.nll.iloc[0]
+    assert rise["repaired"] < rise["posthoc"]
+    assert pruned.log_evidence.isna().to_dict() == {"posthoc": False, "repaired": True}
 
 
 @pytest.mark.parametrize("curvature", ["diag-ef", "diag-ggn", "kron-mc", "kron-ggn"])

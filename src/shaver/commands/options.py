@@ -108,7 +108,7 @@ class RunOptions:
         length: Language models: tokens per text.
         test_samples: Language models: measure on this many texts only.
         scored: Language models: number of training texts for SNIP, GraSP and MAP's curvature.
-        stages: Some of the recipe's ways to prune: posthoc, finetuned, online, structured, two-steps.
+        stages: Some of the recipe's ways to prune: posthoc, repaired, finetuned, online, structured, two-steps.
         criteria: How weights are ranked: opd, obd, magnitude, snip, grasp, synflow, wanda, random.
         sparsities: Shares to remove, such as 0.9 0.95.
         tuning_epochs: Epochs of fine-tuning, where the recipe fine-tunes.

@@ -29,13 +29,12 @@ def rectified_fit(
         mean: The weights that the prior holds them near.
         damping: Λ, broadcastable to the weights.
     """
-    best, lowest = start, rectified_error(pairs, start)
-    present = start
+    best = present = start
+    lowest, cross = _error_and_cross(pairs, start)
     for _ in range(FITS):
-        cross = sum((_moved_target(x, y, present) for x, y in pairs), torch.zeros_like(start))
         fitted = conjugate_gradients(second, cross + damping * mean, kept, present, damping, steps=STEPS)
         present = present + MOVE * (fitted - present)
-        error = rectified_error(pairs, present)
+        error, cross = _error_and_cross(pairs, present)
         best = torch.where((error < lowest).unsqueeze(1), present, best)
         lowest = torch.minimum(error, lowest)
     return best
@@ -43,7 +42,7 @@ def rectified_fit(
 
 def rectified_error(pairs: list[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:
     """Σ (ReLU(W x) − ReLU(y))² of each output."""
-    errors = ((_outputs(x, weight).relu() - y.relu()).double().square().sum(0) for x, y in pairs)
+    errors = (_squares(_outputs(x, weight), y) for x, y in pairs)
     return sum(errors, torch.zeros_like(weight[:, 0]))
 
 
@@ -55,10 +54,20 @@ def rectified_variance(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _outputs(x: Tensor, weight: Tensor) -> Tensor:
-    return x @ weight[:, :-1].t().to(x) + weight[:, -1].to(x)
+    return torch.addmm(weight[:, -1].to(x), x, weight[:, :-1].t().to(x))
 
 
-def _moved_target(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """Σ t xᵀ with the target t of one batch."""
-    target = torch.where(y < 0, _outputs(x, weight).clamp(max=0), y)
-    return torch.cat([target.mT @ x, target.sum(0).unsqueeze(1)], 1).double()
+def _squares(outputs: Tensor, y: Tensor) -> Tensor:
+    """Σ (ReLU(outputs) − ReLU(y))² of each output."""
+    return outputs.relu().sub_(y.relu()).square_().sum(0, dtype=torch.float64)
+
+
+def _error_and_cross(pairs: list[tuple[Tensor, Tensor]], weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The error of each output, and Σ t xᵀ with the target t, from one pass over the batches."""
+    error, cross = torch.zeros_like(weight[:, 0]), torch.zeros_like(weight)
+    for x, y in pairs:
+        outputs = _outputs(x, weight)
+        error += _squares(outputs, y)
+        target = torch.where(y < 0, outputs.clamp_(max=0), y)
+        cross += torch.cat([target.mT @ x, target.sum(0).unsqueeze(1)], 1)
+    return error, cross

@@ -21,7 +21,8 @@ _STRUCTURED = Stage(
 )
 #: Language models: the paper's criteria, and a range in which they fall to chance.
 _LANGUAGE = Stage("posthoc", _FEW_CRITERIA, (0.20, 0.40, 0.50, 0.60, 0.70, 0.80, 0.90, 0.95))
-_TWO_STEPS = Stage("two-steps", ("opd",), _LANGUAGE.sparsities)
+#: Instead of SpaM, for networks that were trained without it.
+_TWO_STEPS = Stage("two-steps", ("opd",), _LANGUAGE.sparsities, methods=("map",))
 _HEADS_AND_WIDTHS = Stage("structured", ("opd", "magnitude", "random"), (0.25, 0.50, 0.75))
 _ALL_PRIORS = ("parameter", "unit", "layer", "scalar")
 
@@ -131,8 +132,9 @@ def _demo(name: str, scale: str) -> Recipe:
     own = {"methods": ("spam",), "priors": ("unit",), "seeds": 1, "stages": (structured,)}
     units = replace(digits, name="demo-units", title=f"{digits.title}, whole units removed", own=own)
     stage = Stage(sparsities=tuple(sorted((*PAPER_SPARSITIES, 0.98))))
+    repaired = Stage("repaired", ("opd",), (0.8, 0.9, 0.95, 0.98), methods=("map",))
     tasks = (digits, units, cancer)  # the longest trainings first: no core is idle at the end
-    return Recipe(name, "Two small networks, pruned", "not there", scale, tasks, stages=(stage,), curves=False)
+    return Recipe(name, "Two small networks, pruned", "not there", scale, tasks, stages=(stage, repaired), curves=False)
 
 
 _RECIPES: dict[str, _Make] = {

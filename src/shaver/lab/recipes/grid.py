@@ -93,8 +93,8 @@ def cells_of(recipe: Recipe) -> list[Cell]:
             for target in stage.sparsities if stage.name == "online" else (None,):
                 if target is not None and method == "l1":
                     continue  # L1 makes zeros by itself; there is nothing to schedule
-                if stage.name == "two-steps" and method != "map":
-                    continue  # it replaces SpaM for networks that were trained without it
+                if method not in stage.methods:
+                    continue
                 training = _training(task, method, prior, curvature, seed, target, recipe.curves)
                 done = stage if target is None else _online_stage(stage, target)
                 if method in RIVALS:  # one training, which finds its own sparsity

@@ -17,7 +17,7 @@ PRIORS = ("parameter", "unit", "layer", "scalar")
 #: Structure and source of SpaM's curvature. Diagonal MC and EF come from training's own passes at ``cpu`` scale;
 #: the others, and all at ``paper`` scale, are estimated between epochs.
 CURVATURES = ("diag-mc", "diag-ef", "diag-ggn", "kron-mc", "kron-ef", "kron-ggn")
-STAGES = ("posthoc", "finetuned", "online", "structured", "two-steps")
+STAGES = ("posthoc", "repaired", "finetuned", "online", "structured", "two-steps")
 PAPER_SPARSITIES = (0.20, 0.40, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.99)
 SPARSITIES = tuple(sorted((*PAPER_SPARSITIES, 0.97, 0.98, 0.995)))
 #: Every registered criterion, in the order of the tables.
@@ -37,18 +37,21 @@ SCHEDULES: dict[str, str | Callable[[float], float]] = {"cosine": "cosine", "lat
 class Stage:
     """One way to prune a trained network, and where."""
 
-    # "posthoc" (after training, nothing else), "finetuned" (then trained further with fixed masks),
-    # "online" (while training, one training for each sparsity), "structured" (whole units, compacted),
-    # "two-steps" (MAP networks, by the posterior of two SpaM steps after training)
+    # "posthoc" (after training, nothing else), "repaired" (then repaired from training samples, without training),
+    # "finetuned" (then trained further with fixed masks), "online" (while training, one training for each sparsity),
+    # "structured" (whole units, compacted), "two-steps" (by the posterior of two SpaM steps after training)
     name: str = "posthoc"
     criteria: tuple[str, ...] = CRITERIA  # which criteria; online pruning has its own (OPD with SpaM, else magnitude)
     sparsities: tuple[float, ...] = SPARSITIES  # shares to remove
     epochs: int = 0  # of fine-tuning, at the task's learning rate divided by 10
+    methods: tuple[str, ...] = METHODS  # only networks that were trained by these
 
     def __post_init__(self) -> None:
         check_name("stage", self.name, STAGES)
         for criterion in self.criteria:
             check_name("criterion", criterion, CRITERIA)
+        for method in self.methods:
+            check_name("method", method, METHODS)
         if not self.sparsities or not all(0 < s < 1 for s in self.sparsities):
             raise ValueError(
                 f"sparsities are shares between 0 and 1 (0.95 for 95 %), at least one, not {list(self.sparsities)}."

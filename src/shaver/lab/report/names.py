@@ -30,6 +30,7 @@ SOURCE_NAMES = Names({"ggn": "GGN", "ef": "EF", "mc": "MC"})
 STAGE_NAMES = Names(
     {
         "posthoc": "post hoc",
+        "repaired": "repaired",
         "finetuned": "fine-tuned",
         "online": "online",
         "structured": "structured",

@@ -24,6 +24,8 @@ from shaver.training import Options, fit
 
 #: Samples of the call whose latency is measured; one for language models.
 LATENCY_BATCH = 128
+#: Training samples that a repair sees, without their labels.
+CALIBRATION = 256
 Scores = Mapping[str, Tensor]
 
 
@@ -38,12 +40,12 @@ class Cut:
 
 
 class WeightCutter:
-    """Sets single weights to zero."""
+    """Sets single weights to zero; with ``calibration``, the remaining weights are repaired."""
 
     verb, is_faster = "pruning", False
 
-    def __init__(self, trained: CachedNetwork) -> None:
-        self.trained = trained
+    def __init__(self, trained: CachedNetwork, calibration: list[Tensor] | None = None) -> None:
+        self.trained, self.calibration = trained, calibration
 
     def score(self, criterion: str, **given: Any) -> Scores:
         """A score per weight."""
@@ -52,8 +54,9 @@ class WeightCutter:
     def cut(self, scores: Scores, sparsity: float) -> Cut:
         """The network without this share of its weights."""
         network = copy.deepcopy(self.trained.model)
-        pruned = prune(network, scores, sparsity, posterior=self.trained.posterior)
-        return Cut(network, pruned.achieved, pruned.masks, pruned.evidence_change)
+        pruned = prune(network, scores, sparsity, posterior=self.trained.posterior, calibration=self.calibration)
+        change = None if self.calibration else pruned.evidence_change  # a repair changes it further
+        return Cut(network, pruned.achieved, pruned.masks, change)
 
 
 class UnitCutter:
@@ -88,7 +91,8 @@ def evaluate(
         return
     if stage.name == "two-steps":
         trained = _after_two_steps(cell, trained, data)
-    cutter = UnitCutter(trained, data) if stage.name == "structured" else WeightCutter(trained)
+    calibration = [data.train[:CALIBRATION][0]] if stage.name == "repaired" else None
+    cutter = UnitCutter(trained, data) if stage.name == "structured" else WeightCutter(trained, calibration)
     if DENSE not in skip:
         report("measuring the dense network", 0, len(stage.criteria))
         yield [_dense_row(trained, data)]
