@@ -127,11 +127,9 @@ def scores_of(found: dict[str, Any], criterion: str, seed: int) -> tuple[Any, di
     from shaver.structure import find_groups, score_units
 
     groups = find_groups(found["model"], found["example"])
-    given: dict[str, Any] = {"seed": seed}
+    given: dict[str, Any] = {"seed": seed, "batches": found["train"].batches(256)}
     if "posterior" in shaver.criteria.needs(criterion):
         given["posterior"] = posterior_of(found)
-    if "batches" in shaver.criteria.needs(criterion):
-        given["batches"] = found["train"].batches(256)
     return groups, score_units(found["model"], groups, criterion, **given)
 
 

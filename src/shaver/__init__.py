@@ -25,8 +25,8 @@ _NAMES = {
     "sparse_inference": "shaver.pruning",
 }
 _ROOMS = (
-    *("criteria", "curvature", "data", "evidence", "files", "io", "likelihoods", "measure"),
-    *("priors", "pruning", "repairing", "structure", "training", "zoo"),
+    *("criteria", "curvature", "data", "evidence", "files", "integrations", "io", "lab", "likelihoods", "measure"),
+    *("priors", "pruning", "repairing", "settings", "structure", "testing", "training", "zoo"),
 )
 
 __all__ = [
@@ -42,7 +42,9 @@ __all__ = [
     "evidence",
     "files",
     "fit",
+    "integrations",
     "io",
+    "lab",
     "likelihoods",
     "load",
     "log_evidence",
@@ -55,8 +57,10 @@ __all__ = [
     "repairing",
     "save",
     "score",
+    "settings",
     "sparse_inference",
     "structure",
+    "testing",
     "training",
     "zoo",
 ]
@@ -68,13 +72,17 @@ if TYPE_CHECKING:
         data,
         evidence,
         files,
+        integrations,
         io,
+        lab,
         likelihoods,
         measure,
         priors,
         pruning,
         repairing,
+        settings,
         structure,
+        testing,
         training,
         zoo,
     )

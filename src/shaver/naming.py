@@ -76,8 +76,8 @@ def check_functions(**given: object) -> None:
 def check_flags(**given: object) -> None:
     """Refuse what is neither True nor False, by the argument's name."""
     for name, value in given.items():
-        if not isinstance(value, bool | int | None):
-            raise TypeError(f"{name} is True or False, not {shown(value)}.")
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, not {shown(value)}.")
 
 
 def require(module: str, purpose: str, extra: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from shaver.naming import check_count, check_name, check_number, shown
+from shaver.naming import check_count, check_flags, check_name, check_number, shown
 
 #: Lowest and highest log δ. Without bounds, δ would be 0 for a weight without curvature and ∞ for an irrelevant one.
 LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
@@ -78,9 +78,7 @@ class Settings:
         for name in ("every", "update", "frequency"):
             if getattr(self, name) is not None or name == "frequency":
                 check_count(name, getattr(self, name))
-        for name in ("online", "proximal"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        check_flags(online=self.online, proximal=self.proximal)
         for name, most in (("shrink", 1), ("freeze", 1), ("decay", 1), ("burn_in", math.inf)):
             check_number(name, getattr(self, name), least=0, most=most)
         if self.decay == 1:

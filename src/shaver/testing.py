@@ -40,7 +40,7 @@ def check_criterion(name: str, **options: Any) -> None:
     for kind, (model, batches) in _networks().items():
         where = f"criterion {name!r} on the {kind}"
         arguments: dict[str, Any] = dict(options)
-        if "batches" in criteria.needs(name):
+        if {"batches", "example"} & set(criteria.needs(name)):
             arguments["batches"] = batches
         if "posterior" in criteria.needs(name):
             arguments["posterior"] = _posterior(model, batches)

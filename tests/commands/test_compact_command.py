@@ -111,6 +111,16 @@ def test_the_python_report_is_what_is_printed(runs, capsys):
     assert text in capsys.readouterr().out  # random scores do not depend on the weights
 
 
+def test_without_a_posterior_units_are_ranked_as_in_python(runs, tmp_path, capsys):
+    network = shaver.files.load_trained(runs / "map").model
+    train = list(shaver.data.load("cancer").train.batches(256))
+    small = shaver.compact(network, torch.zeros(2, 30), sparsity=0.5, calibration=train)
+    assert main(["compact", str(runs / "map"), "--sparsity", "0.5", "--data", "cancer", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "compact.json").read_text())["criterion"] == "damage"
+    x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(shaver.load(tmp_path)(x), small(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

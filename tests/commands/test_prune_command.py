@@ -14,6 +14,7 @@ from torch import nn
 
 import shaver
 from shaver.commands.main import main
+from shaver.commands.outcome import before_and_after
 from shaver.criteria import registry
 from shaver.io import load_state, save_state, save_tensors
 
@@ -138,7 +139,15 @@ def test_the_table_and_the_report_show_what_is_true(runs, tmp_path, capsys):
     numbers = [float(number) for number in re.findall(r"\d+\.\d+", line)[:3]]
     columns = ("before", "unrepaired", "after")
     assert numbers == pytest.approx([100 * report[c]["accuracy"] for c in columns], abs=0.005)
+    assert report["unrepaired"].keys() == report["after"].keys()
     assert re.search("dense +pruned +repaired +change", shown)
+
+
+def test_each_column_of_the_table_shows_its_own_network():
+    dense, pruned, repaired = ({"bytes_stored": n, "flops": 10 * n, "latency_1": n / 1000} for n in (300, 21, 22))
+    table = before_and_after(dense, repaired, None, unrepaired=pruned)
+    shown = [list(column.cells) for column in table.columns[1:4]]
+    assert shown == [["300", "3,000", "300.000"], ["21", "210", "21.000"], ["22", "220", "22.000"]]
 
 
 @pytest.mark.parametrize("command", ["prune", "compact"])
@@ -345,6 +354,8 @@ def test_bad_input_is_answered_and_nothing_is_written(runs, own, tmp_path, capsy
         ([run, *magnitude, "--data", "imdb"], "imdb is text"),
         ([run, *magnitude, "--input-shape", "7"], "--input-shape does not fit FCN"),
         ([run, *magnitude, "--scope", "4:2"], "must keep fewer"),
+        ([run, *magnitude, "--scope", "units"], "--scope units is for causal language models: give --calibration"),
+        ([run, *magnitude, "--windows", "8"], "--windows is for causal language models: give --calibration"),
         ([run, *magnitude, "--factory", f"{name}:build"], "does not fit Sequential"),
         ([run, *magnitude, "--cap", "2"], "cap is the largest share"),
         ([run, "--sparsity", "0.9", "--data", "cancer", "--prior-precision", "-1"], "must be positive"),

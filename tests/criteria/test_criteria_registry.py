@@ -15,7 +15,7 @@ def own():
     added = []
 
     def add(function, **options):
-        criteria.register("own", function, **options)
+        criteria.criterion("own", **options)(function)
         added.append("own")
 
     yield add
@@ -37,7 +37,7 @@ def test_each_says_what_it_needs():
         "opd": ("posterior",),
         "random": (),
         "snip": ("batches",),
-        "synflow": ("batches",),
+        "synflow": ("example",),
         "wanda": ("batches",),
     }
 
@@ -90,9 +90,9 @@ def test_a_users_own_in_one_function(own):
 
 def test_a_taken_name_and_an_unknown_need_are_refused():
     with pytest.raises(ValueError, match="'magnitude' exists already"):
-        criteria.register("magnitude", lambda given: {})
+        criteria.criterion("magnitude")(lambda given: {})
     with pytest.raises(ValueError, match="did you mean 'posterior'"):
-        criteria.register("new", lambda given: {}, needs=["posteriors"])
+        criteria.criterion("new", needs=["posteriors"])
     assert "new" not in criteria.names()
 
 
@@ -166,4 +166,4 @@ def test_unusable_scores_and_undeclared_needs_are_errors(own, function, message)
 
 def test_needs_are_a_list():
     with pytest.raises(TypeError, match=r"needs=\['posterior'\]"):
-        criteria.register("one-need", lambda given: {}, needs="posterior")
+        criteria.criterion("one-need", needs="posterior")

@@ -48,7 +48,7 @@ def nlls(case: Case, model: nn.Module, batch: Any) -> Tensor:
 
 
 def online_for(model: nn.Module, **options: Any) -> OnlineCurvature:
-    return OnlineCurvature(model, **({"data_size": N, "every": 1, "decay": 0.0} | options))
+    return OnlineCurvature(model, **({"data_size": N, "source": "ef", "every": 1, "decay": 0.0} | options))
 
 
 def expected(case: Case, model: nn.Module, batches: list[Any], source: str = "ef") -> tuple[dict[str, Tensor], float]:

@@ -324,7 +324,7 @@ def compare(seed: int, compile_with: str | None = None) -> Outcome:
 
 def _online(drawn: Drawn, references: list[dict[str, Tensor]]) -> str:
     """Each step's measurement beside the reference for its batch."""
-    online = OnlineCurvature(drawn.model.train(), 7, every=1, decay=0.0)
+    online = OnlineCurvature(drawn.model.train(), 7, every=1, decay=0.0, source="ef")
     try:
         for (x, y), sums in zip(drawn.batches, references, strict=True):
             drawn.model.train().zero_grad()

@@ -162,7 +162,7 @@ def test_a_layer_that_is_called_and_whose_weight_is_used_beside(source: str):
     assert_all_same(result.diagonal(), Problem(model, batches).diagonal(source))
     if source == "ef":
         (batch, _) = batches
-        online = curvature.OnlineCurvature(model.train(), 4, every=1)
+        online = curvature.OnlineCurvature(model.train(), 4, every=1, source="ef")
         with online.measure():
             torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
         assert_all_same(online.curvature().diagonal(), curvature.estimate(model, [batch], source="ef").diagonal())

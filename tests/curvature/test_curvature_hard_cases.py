@@ -64,7 +64,7 @@ def test_an_expert_that_sees_as_many_rows_as_there_are_samples_but_others():
     model, batches = unevenly_routed()
     for source in ("ggn", "ef"):
         assert_all_same(estimate(model, batches, source=source).diagonal(), Problem(model, batches).diagonal(source))
-    online = OnlineCurvature(model.train(), 2, every=1, decay=0.0)
+    online = OnlineCurvature(model.train(), 2, every=1, decay=0.0, source="ef")
     for x, y in batches:
         model.zero_grad()
         with online.measure():
@@ -208,7 +208,7 @@ def test_a_layer_that_is_no_longer_recorded_is_not_zero():
 
     both = Problem(model, batches).diagonal("ggn")
     assert_all_same(estimate(model, second()).diagonal(), both)
-    online = OnlineCurvature(model.train(), 3, every=1, decay=0.0)
+    online = OnlineCurvature(model.train(), 3, every=1, decay=0.0, source="ef")
     for x, y in second():
         model.zero_grad()
         with online.measure():
@@ -352,7 +352,7 @@ def test_the_generic_rule_takes_all_samples_at_once(monkeypatch: pytest.MonkeyPa
 def test_the_average_keeps_no_graph():
     """Where vmap is used, what it returns depends on the other parameters and would keep their graph."""
     model, (batch,) = Altering().double().train(), data(4)
-    online = OnlineCurvature(model, 4, every=1)
+    online = OnlineCurvature(model, 4, every=1, source="ef")
     sizes = []
     for _ in range(4):
         with online.measure():

@@ -58,7 +58,7 @@ def check(case: Case, rule: str, parameter: str = "1.gain") -> None:
         assert_all_same(found.diagonal(), problem.diagonal(source))
         (line,) = (line for line in found.coverage().splitlines() if line.startswith(parameter))
         assert line.split(maxsplit=2)[2].startswith(rule)
-    online = OnlineCurvature(model, data_size=7, every=1, decay=0.0)
+    online = OnlineCurvature(model, data_size=7, every=1, decay=0.0, source="ef")
     for x, y in batches:
         nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
     online.step()

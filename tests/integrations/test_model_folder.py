@@ -236,6 +236,9 @@ def test_the_command_prunes_a_folder(tmp_path: Path, calibration: Path, capsys: 
         (["--sparsity", "auto"], "SpaM"),
         ([], "--sparsity 0.5 or --scope 2:4"),
         (["--sparsity", "0.5", "--data", "digits"], "--data does not apply"),
+        (["--sparsity", "0.5", "--cap", "0.9", "--minimum", "2"], "--cap, --minimum does not apply"),
+        (["--sparsity", "0.5", "--seed", "1", "--data-seed", "1"], "--data-seed, --seed does not apply"),
+        (["--sparsity", "0.5", "--scope", "global"], "--scope global does not apply"),
         (["--sparsity", "0.5", "--criterion", "snip"], "opd"),
         (["--sparsity", "0.5", "--scope", "row"], "unknown scope"),
     ):

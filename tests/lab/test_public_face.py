@@ -13,6 +13,12 @@ def test_every_public_name_is_there(name):
     assert getattr(shaver, name) is not None
 
 
+def test_the_rooms_that_the_guides_name_are_attributes():
+    code = "import shaver; shaver.testing.check_rule, shaver.settings.PAPER, shaver.lab.get_recipe, shaver.integrations"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_is_cheap_and_names_come_when_used():
     code = """
 import sys, shaver

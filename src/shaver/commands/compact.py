@@ -1,5 +1,6 @@
 """``shaver compact``: a trained network from a file, made smaller, measured before and after, and written."""
 
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -16,10 +17,10 @@ from shaver.commands.subject import (
     prepare,
     scoring,
 )
-from shaver.measure import summary
 from shaver.measure.example import resize
 from shaver.naming import check_count
 from shaver.structure import CompactReport, compact_with_report, find_groups
+from shaver.structure.scores import DAMAGE
 from shaver.training import fit
 
 
@@ -46,7 +47,7 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
         )
         if calibration is not None:
             plain = compact_with_report(subject.model, example, **choice).model
-            rows["unrepaired"] = summary(plain, subject.test, likelihood=subject.likelihood)
+            rows["unrepaired"] = measure_network(plain, subject)
     console.print(str(report), highlight=False, markup=False)
     rows["after"] = rows["removed"] = measure_network(report.model, subject)
     if options.finetune:
@@ -84,7 +85,11 @@ def _prepare(options: CompactOptions) -> Subject:
         raise ValueError(f"--finetune must be 0 or more epochs, not {options.finetune}.")
     if options.finetune and options.data is None:
         raise ValueError(f"--finetune needs data: {how_to_give_data()}.")
-    return prepare(options)
+    subject = prepare(options)
+    has_posterior = subject.trained.posterior is not None or options.prior_precision is not None
+    if options.criterion is None and subject.data is not None and options.repair and not has_posterior:
+        return replace(subject, criterion=DAMAGE)  # as shaver.compact does with calibration data
+    return subject
 
 
 def _choice(options: CompactOptions, subject: Subject) -> dict[str, Any]:

@@ -6,38 +6,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shaver.commands.options import PruneOptions
+from shaver.commands.options import LAYERS, UNITS, PruneOptions
 from shaver.integrations.model_folder import PrunedFolder, prune_folder
 from shaver.integrations.oneshot import OneShot
 from shaver.pruning.pruned import pattern_of
 
-#: The scopes that remove whole units and whole layers.
-UNITS, LAYERS = "units", "layers"
-_UNUSED = (
-    "passes",
-    "data",
-    "samples",
-    "factory",
-    "input_shape",
-    "likelihood",
-    "prior_precision",
-    "max_drop",
-    "valid_fraction",
+#: The options that a language model with --calibration takes. Any other is refused.
+_USED = (
+    *("checkpoint", "sparsity", "out", "criterion", "repair", "scope"),
+    *("calibration", "windows", "length", "column"),
 )
 
 
 def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
     """Prune a model folder as the options say, and show the result."""
     assert options.calibration is not None
-    given = [name for name in _UNUSED if getattr(options, name) not in (None, (), 0)]
+    given = [option for name, option in options.changed().items() if name not in _USED]
+    given += ["--scope global"] if options.scope == "global" else []
     if given:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{named} does not apply to a language model with --calibration; leave it out.")
+        raise ValueError(f"{', '.join(given)} does not apply to a language model with --calibration; leave it out.")
     if options.sparsity == "auto":
         raise ValueError("--sparsity auto needs a network trained with SpaM; give a share such as --sparsity 0.5.")
-    pattern = pattern_of(options.scope)
-    if pattern is None and options.scope not in ("global", "layer", UNITS, LAYERS):
-        raise ValueError(f"unknown scope {options.scope!r}. Valid: layer, {UNITS}, {LAYERS}, or N:M such as 2:4.")
+    scope = options.scope or "layer"
+    pattern = pattern_of(scope)
+    if pattern is None and scope not in ("layer", UNITS, LAYERS):
+        raise ValueError(f"unknown scope {scope!r}. Valid: layer, {UNITS}, {LAYERS}, or N:M such as 2:4.")
     if (options.sparsity is None) == (pattern is None):
         raise ValueError(
             "say how much to remove: either --sparsity 0.5 or --scope 2:4; --scope units and --scope layers take "
@@ -47,8 +40,8 @@ def run_language_model(options: PruneOptions, console: Console) -> PrunedFolder:
         sparsity=options.sparsity,
         pattern=pattern,
         criterion=options.criterion or "opd",  # type: ignore[arg-type]
-        units=options.scope == UNITS,
-        layers=options.scope == LAYERS,
+        units=scope == UNITS,
+        layers=scope == LAYERS,
         repair=options.repair,
     )
     folder = options.checkpoint

@@ -44,6 +44,8 @@ _SHARE_OR_AUTO = _reader(
 )
 #: An option without a default of its own: the help does not say "default: None".
 _NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
+#: The scopes that remove whole units and whole layers of a language model.
+UNITS, LAYERS = "units", "layers"
 _RECIPES_OWN = tyro.conf.arg(help_behavior_hint="(default: the recipe's own)")
 
 
@@ -53,6 +55,9 @@ def _text(metavar: str, hint: str = "") -> Any:
 
 def _names() -> Any:
     return _text("NAME ...", "(default: the recipe's own)")
+
+
+_SCOPE = _text("global|layer|N:M|units|layers", "(default: global, or layer with --calibration)")
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,11 @@ class NetworkOptions:
     prior_precision: Annotated[float | None, _NUMBER, _NO_DEFAULT] = None
     seed: Annotated[int, _WHOLE] = 0
 
+    def changed(self) -> dict[str, str]:
+        """The options that differ from their defaults: field name → option as a user writes it."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return {name: f"--{name.replace('_', '-')}" for name in names}
+
 
 @dataclass(frozen=True)
 class PruneOptions(NetworkOptions):
@@ -263,7 +273,9 @@ class PruneOptions(NetworkOptions):
     """
 
     max_drop: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
-    scope: Annotated[str, tyro.conf.arg(metavar="global|layer|N:M|units|layers")] = "global"
+    scope: Annotated[
+        str | None, _text("global|layer|N:M|units|layers", "(default: global, or layer with --calibration)")
+    ] = None
     valid_fraction: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
     cap: Annotated[float, _SHARE] = 1.0
     minimum: Annotated[int, _WHOLE] = 0

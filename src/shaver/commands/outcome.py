@@ -130,7 +130,7 @@ def before_and_after(
     """One line per measure that there is, with the change where it means something.
 
     Zeros in a dense tensor are multiplied like any number, so the latency changes only if the network is smaller.
-    ``unrepaired`` is the quality with the same weights removed and no repair, shown in a column of its own.
+    ``unrepaired`` has the measures with the same weights removed and no repair, shown in a column of its own.
     """
     where = f" on {data}" if data is not None else "; give --data to measure accuracy"
     table = Table(title=f"Before and after{where}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
@@ -141,7 +141,7 @@ def before_and_after(
         if key not in before or (smaller and key in ("nonzeros", "flops_sparse")):
             continue
         old, new = before[key], after[key]
-        shown = [old, new] if unrepaired is None else [old, (after | unrepaired)[key], new]
+        shown = [old, new] if unrepaired is None else [old, unrepaired[key], new]
         change = ""
         if kind == "±":
             change = ("+" if new >= old else "−") + show(abs(new - old))

@@ -6,10 +6,9 @@ from dataclasses import asdict
 from rich.console import Console
 
 from shaver import criteria
-from shaver.commands.options import PruneOptions
+from shaver.commands.options import LAYERS, UNITS, PruneOptions
 from shaver.commands.outcome import PRUNING, measure_network, show_and_write
 from shaver.commands.subject import (
-    DAMAGE,
     Subject,
     calibration_of,
     check_held_out,
@@ -20,9 +19,9 @@ from shaver.commands.subject import (
     scoring,
 )
 from shaver.likelihoods import Classification
-from shaver.measure import summary
 from shaver.pruning import Pruned, prune
 from shaver.repairing import output_damage
+from shaver.structure.scores import DAMAGE
 
 
 def run_prune(options: PruneOptions, console: Console) -> Pruned:
@@ -45,7 +44,7 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
             model,
             scores,
             options.sparsity,
-            scope=options.scope,
+            scope=options.scope or "global",
             cap=options.cap,
             minimum=options.minimum,
             posterior=posterior,
@@ -59,11 +58,11 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
         rows["after"] = measure_network(model, subject)
         if plain is not None:
             pruned.masks.apply_(plain)
-            rows["unrepaired"] = summary(plain, subject.test, likelihood=subject.likelihood)
+            rows["unrepaired"] = measure_network(plain, subject)
     console.print(str(pruned), highlight=False, markup=False)
     report = {
         "criterion": "evidence" if options.sparsity == "auto" else subject.criterion,
-        "scope": options.scope,
+        "scope": options.scope or "global",
         "requested": pruned.requested,
         "achieved": pruned.achieved,
         "evidence_change": pruned.evidence_change,
@@ -76,10 +75,17 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
 
 def _prepare(options: PruneOptions) -> Subject:
     """Check what is asked for, then read the network and the data."""
+    needless = [option for name, option in options.changed().items() if name in ("windows", "length", "column")]
+    needless += [f"--scope {options.scope}"] if options.scope in (UNITS, LAYERS) else []
+    if needless:
+        raise ValueError(
+            f"{', '.join(needless)} is for causal language models: give --calibration FILE. `shaver compact` removes "
+            "units of other networks."
+        )
     criterion = criterion_of(options)
     if options.sparsity == "auto" and criterion != "opd":
         raise ValueError(f"--sparsity auto ranks weights by the evidence; leave out --criterion {criterion}.")
-    if options.sparsity is None and options.max_drop is None and ":" not in options.scope:
+    if options.sparsity is None and options.max_drop is None and ":" not in (options.scope or ""):
         raise ValueError(
             "say how much to remove: --sparsity 0.95, --sparsity auto, --scope 2:4, or --max-drop 0.01 with --data."
         )

@@ -26,11 +26,10 @@ from shaver.measure.evaluating import evaluating
 from shaver.measure.example import Example, call
 from shaver.naming import check_count, import_function
 from shaver.pruning.ranking import check_sparsity
+from shaver.structure.scores import DAMAGE
 from shaver.training.sources import Source, open_source
 
 _BATCH = 256
-#: The criterion that measures what a removal costs after repair. It is no function of one weight and its gradient.
-DAMAGE = "damage"
 #: Training samples that a repair is calibrated with.
 CALIBRATION = 2048
 
@@ -270,13 +269,14 @@ def scoring(subject: Subject) -> dict[str, Any]:
         return {"batches": calibration_batches(subject)}
     chosen, data = criteria.get(subject.criterion), subject.data
     given: dict[str, Any] = {"likelihood": subject.likelihood, "seed": subject.options.seed}
-    if "batches" in chosen.needs:
+    takes_example = "example" in chosen.needs
+    if takes_example or "batches" in chosen.needs:
         if data is not None:
             given["batches"] = _training_batches(data, subject.options.samples)
-        elif chosen.example_suffices and subject.example is not None:
+        elif takes_example and subject.example is not None:
             given["example"] = subject.example
         else:
-            shape = " Or give --input-shape, such as --input-shape 1 28 28." if chosen.example_suffices else ""
+            shape = " Or give --input-shape, such as --input-shape 1 28 28." if takes_example else ""
             raise ValueError(f"--criterion {chosen.name} needs data: {how_to_give_data()}.{shape}")
     return given
 

@@ -15,7 +15,7 @@ import shaver.criteria.snip
 import shaver.criteria.synflow
 import shaver.criteria.wanda  # noqa: F401
 from shaver.criteria.prunable_weights import Rule, prunable
-from shaver.criteria.registry import Criterion, Given, PosteriorLike, Scores, criterion, get, names, needs, register
+from shaver.criteria.registry import Criterion, Given, PosteriorLike, Scores, criterion, get, names, needs
 from shaver.criteria.scoring import score
 
 __all__ = [
@@ -29,6 +29,5 @@ __all__ = [
     "names",
     "needs",
     "prunable",
-    "register",
     "score",
 ]

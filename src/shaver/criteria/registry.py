@@ -12,11 +12,12 @@ from shaver.likelihoods import Likelihood
 from shaver.naming import check_name, shown
 
 #: What a criterion may need.
-NEEDS = ("posterior", "batches")
+NEEDS = ("posterior", "batches", "example")
 
 _HOW = {
     "posterior": "posterior=… (spam.posterior after training, or one from a curvature estimate)",
     "batches": "batches=… (an iterable of (inputs, targets), such as a DataLoader)",
+    "example": "example=… (one input), or batches=…",
 }
 
 
@@ -84,11 +85,6 @@ class Given:
             raise ValueError(f"no posterior was given; pass {_HOW['posterior']}.")
         return self._posterior
 
-    @property
-    def has_batches(self) -> bool:
-        """Whether data were given."""
-        return self._batches is not None
-
     def batches(self) -> Iterable[Any]:
         """The data, from the start. A shuffling loader gives the same order on each call."""
         if self._batches is None:
@@ -132,33 +128,29 @@ class Criterion:
     Attributes:
         name: The name that a user passes.
         function: ``function(given, **options) -> {name: score}``.
-        needs: A subset of ``("posterior", "batches")``.
-        example_suffices: Whether ``example=`` (one input) may replace ``batches``.
+        needs: A subset of ``("posterior", "batches", "example")``; batches serve as an example too.
         degree: The power of the weight in the score: 1 for |θ|, 2 for P θ².
     """
 
     name: str
     function: CriterionFunction
     needs: tuple[str, ...]
-    example_suffices: bool = False
     degree: int = 1
 
     def require(self, posterior: object, batches: object, options: Mapping[str, object]) -> None:
         """Raise ``ValueError`` if something that the criterion needs is missing."""
-        given = {"posterior": posterior, "batches": batches}
-        if self.example_suffices and options.get("example") is not None:
-            given["batches"] = options["example"]
+        example = options.get("example")
+        given = {"posterior": posterior, "batches": batches, "example": batches if example is None else example}
         missing = [_HOW[need] for need in self.needs if given[need] is None]
         if missing:
-            extra = "; example=… (one input) is enough" if self.example_suffices else ""
-            raise ValueError(f"criterion {self.name!r} needs {' and '.join(missing)}{extra}.")
+            raise ValueError(f"criterion {self.name!r} needs {' and '.join(missing)}.")
 
 
 _REGISTER: dict[str, Criterion] = {}
 
 
 def criterion(
-    name: str, *, needs: Iterable[str] = (), example_suffices: bool = False, degree: int = 1
+    name: str, *, needs: Iterable[str] = (), degree: int = 1
 ) -> Callable[[CriterionFunction], CriterionFunction]:
     """Register a function as a pruning criterion. The weights with the lowest scores are pruned first.
 
@@ -171,24 +163,6 @@ def criterion(
         ('posterior',)
 
     ``shaver.testing.check_criterion("prior-energy")`` tests it.
-    """
-
-    def decorate(function: CriterionFunction) -> CriterionFunction:
-        register(name, function, needs=needs, example_suffices=example_suffices, degree=degree)
-        return function
-
-    return decorate
-
-
-def register(
-    name: str,
-    function: CriterionFunction,
-    *,
-    needs: Iterable[str] = (),
-    example_suffices: bool = False,
-    degree: int = 1,
-) -> None:
-    """Register ``function(given, **options)`` under ``name``; see :func:`criterion`.
 
     Raises:
         ValueError: The name is taken by another function, or a need is unknown.
@@ -196,13 +170,18 @@ def register(
     if isinstance(needs, str):
         raise TypeError(f"needs must be a list of names, needs=[{needs!r}], not {needs!r}.")
     checked = tuple(check_name("need of a criterion", need, NEEDS) for need in needs)
-    old = _REGISTER.get(name)
-    if old is not None and (old.function.__module__, old.function.__qualname__) != (
-        function.__module__,
-        function.__qualname__,
-    ):
-        raise ValueError(f"the criterion {name!r} exists already ({old.function.__module__}); choose another name.")
-    _REGISTER[name] = Criterion(name, function, checked, example_suffices, degree)
+
+    def decorate(function: CriterionFunction) -> CriterionFunction:
+        old = _REGISTER.get(name)
+        if old is not None and (old.function.__module__, old.function.__qualname__) != (
+            function.__module__,
+            function.__qualname__,
+        ):
+            raise ValueError(f"the criterion {name!r} exists already ({old.function.__module__}); choose another name.")
+        _REGISTER[name] = Criterion(name, function, checked, degree)
+        return function
+
+    return decorate
 
 
 def get(name: str) -> Criterion:
@@ -216,5 +195,5 @@ def names() -> list[str]:
 
 
 def needs(name: str) -> tuple[str, ...]:
-    """What the criterion needs besides the model: a subset of ``("posterior", "batches")``."""
+    """What the criterion needs besides the model: a subset of ``("posterior", "batches", "example")``."""
     return get(name).needs

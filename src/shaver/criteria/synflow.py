@@ -21,7 +21,7 @@ _ACTIVATIONS = (
 _CHANNEL_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
 
-@criterion("synflow", needs=["batches"], example_suffices=True)
+@criterion("synflow", needs=["example"])
 def synflow(given: Given, *, example: Any = None, rounds: int = 100, sparsity: float = 0.99) -> dict[str, Tensor]:
     """The share of each weight in the flow R of an all-ones input through the linearised network.
 

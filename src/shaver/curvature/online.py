@@ -28,6 +28,7 @@ from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_count, check_functions, check_name, check_number
 from shaver.ranks import ALONE, Ranks, held_parameters
 from shaver.selection import Selection, take
+from shaver.settings import Settings
 from shaver.shards import local
 
 #: Message if no step has been measured.
@@ -42,7 +43,7 @@ class OnlineCurvature:
     """Measures the curvature of a model in training and keeps a bias-corrected moving average of the diagonal of H.
 
     Example:
-        >>> online = OnlineCurvature(model, data_size=len(train_set), every=4)
+        >>> online = OnlineCurvature(model, data_size=len(train_set))
         >>> for x, y in loader:
         ...     optimizer.zero_grad()
         ...     loss = F.cross_entropy(model(x), y)
@@ -59,7 +60,7 @@ class OnlineCurvature:
     Args:
         model: The network, called as ``model(...)`` in the loop.
         data_size: N, the number of training samples. H is scaled to the sum over all of them.
-        source: ``"ef"`` or ``"mc"``.
+        source: ``"mc"`` or ``"ef"``. The defaults of ``source``, ``every`` and ``decay`` are SpaM's.
         every: Steps between curvature measurements.
         decay: Decay of the moving average, per measurement.
         likelihood: ``"classification"``, ``"regression"`` or your own.
@@ -83,9 +84,9 @@ class OnlineCurvature:
         model: nn.Module,
         data_size: int,
         *,
-        source: str = "ef",
-        every: int = 4,
-        decay: float = 0.98,
+        source: str = Settings.source,
+        every: int = 15,
+        decay: float = Settings.decay,
         likelihood: str | Likelihood = "classification",
         loss: str = "auto",
         seed: int = 0,

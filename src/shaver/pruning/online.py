@@ -99,7 +99,7 @@ class Schedule:
             check_name("schedule", self.schedule, SHAPES)
         if self.calibration is not None:
             object.__setattr__(self, "calibration", calibration_list(self.calibration))
-        if self.criterion is not None and "batches" in needs(self.criterion):
+        if self.criterion is not None and {"batches", "example"} & set(needs(self.criterion)):
             raise ValueError(
                 f"criterion {self.criterion!r} needs data, which pruning during training does not read again; use "
                 "'opd' (with SpaM), 'obd' (with SpaM) or 'magnitude'."
