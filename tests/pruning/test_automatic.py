@@ -103,7 +103,7 @@ def test_the_budget_is_spent_on_the_cheapest_weights_first_and_never_exceeded(pr
         removed = (~pruned.masks["weight"][0]).nonzero().flatten().tolist()
         assert removed == sorted(cheapest.indices[:count].tolist())
         assert pruned.loss_rise == pytest.approx(float(cheapest.values[:count].sum()))
-    with pytest.raises(ValueError, match="budget, a share .* not -1"):
+    with pytest.raises(ValueError, match=r"budget, a share .* not -1"):
         prune(model, None, "auto", posterior=posterior, budget=-1)
 
 
