@@ -37,6 +37,8 @@ from shaver.integrations.causal_blocks import find_blocks
 from shaver.integrations.oneshot import BATCH, FEW, OneShot, prune_blocks
 
 LENGTH, TESTED = 512, 8192
+#: Tokens written after a window, where both together are timed.
+TEXT = 64
 METHODS = ("magnitude", "wanda", "sparsegpt", "shaver")
 #: Also the dense model, the dense model's outputs as target, whole units and whole layers; all but the last repaired.
 OTHERS = (
@@ -177,7 +179,7 @@ def rows(asked: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict
 
 @torch.no_grad()
 def speed(folders: list[Path], batches: tuple[int, ...] = (1, 8, 16), steps: int = 40) -> None:
-    """Tokens per processor second of folders: reading a window, and writing with a cache after a prompt of 64 tokens.
+    """Tokens per processor second of folders: reading a window, writing with a cache after a prompt, and both together.
 
     The models take turns, window by window and token by token, and the medians are compared: work of others on the
     machine hits them alike.
@@ -198,6 +200,14 @@ def speed(folders: list[Path], batches: tuple[int, ...] = (1, 8, 16), steps: int
     for number in range(5):
         for folder in folders:
             timed(f"reading {LENGTH} tokens", folder, windows[number : number + 1])
+    for number in range(3):
+        for folder, model in models.items():
+            began = time.process_time()
+            text = model.generate(
+                windows[number : number + 1], min_new_tokens=TEXT, max_new_tokens=TEXT, do_sample=False
+            )
+            kind = f"generate: reading {LENGTH} and writing {TEXT} tokens"
+            spent.setdefault((kind, folder), []).append((time.process_time() - began) / text.numel())
     for batch in batches:
         state = {}
         for folder, model in models.items():
