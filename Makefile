@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` shows the razor at work, `make test` checks it. Both set themselves up.
+# `make demo` runs the demo, `make test` the tests. Both install what they need.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin

@@ -29,7 +29,7 @@ def test_what_is_not_a_name_is_refused_too(wrong):
 
 @pytest.mark.parametrize("wrong", [1.5, "3", None, 0, -1, True, float("nan"), float("inf"), [1]])
 def test_a_count_is_a_whole_number(wrong):
-    with pytest.raises(ValueError, match="epochs must be a whole number from 1, not"):
+    with pytest.raises(ValueError, match="epochs must be an integer of at least 1, not"):
         check_count("epochs", wrong)
 
 

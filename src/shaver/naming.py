@@ -30,20 +30,20 @@ def check_name(kind: str, name: object, valid: Iterable[str]) -> str:
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """Return ``value`` if it is a whole number from ``least``, else raise a ``ValueError`` that names it.
+    """Return ``value`` if it is an integer of at least ``least``, else raise a ``ValueError`` that names it.
 
     Example:
         >>> check_count("epochs", 1.5)
         Traceback (most recent call last):
         ...
-        ValueError: epochs must be a whole number from 1, not 1.5.
+        ValueError: epochs must be an integer of at least 1, not 1.5.
     """
     try:
         number = value if isinstance(value, float) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or not least <= number < math.inf or number % 1:
-        raise ValueError(f"{name} must be a whole number from {least}, not {shown(value)}.")
+        raise ValueError(f"{name} must be an integer of at least {least}, not {shown(value)}.")
     return int(number)
 
 
@@ -53,8 +53,8 @@ def check_number(
     """Return ``value`` if it is finite and from ``least`` (or above it) to ``most``, else raise a ``ValueError``."""
     good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < least or value > most or (above and value == least):  # type: ignore[operator]
-        bound = "" if least == -math.inf else f" above {least:g}" if above else f" from {least:g}"
-        bound += "" if most == math.inf else f" up to {most:g}"
+        low = "" if least == -math.inf else f" above {least:g}" if above else f" of at least {least:g}"
+        bound = low if most == math.inf else f"{low} and at most {most:g}" if above else f" from {least:g} to {most:g}"
         raise ValueError(f"{name} must be a finite number{bound}, not {shown(value)}.")
     return float(value)  # type: ignore[arg-type]
 

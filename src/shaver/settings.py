@@ -36,8 +36,8 @@ class Settings:
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
         burn_in: Share of ``total_steps`` before the first update of δ. Without ``total_steps``, the first update waits
-            until the loss falls more slowly than it differs between batches; 0 to begin at once. By epochs: number of
-            epochs.
+            until the drop in mean loss is smaller than the variation between batches; 0 begins at once. By epochs:
+            number of epochs.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less, see

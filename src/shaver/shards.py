@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether the tensor is a ``DTensor``. Its module takes a second to import; before that there is none."""
+    """Whether the tensor is a ``DTensor``. Its module is slow to import; if nothing has imported it, none exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -54,7 +54,8 @@ class SpaM:
         structure: ``"diag"``, or ``"kron"`` (learned by epochs).
         likelihood: ``"classification"``, ``"regression"`` or your own. For a regression, call ``backward`` on
             ``spam.loss(outputs, targets)``, so that the noise is learned too.
-        total_steps: Number of steps of the whole training. Burn-in and freeze of δ need it. Default None: neither.
+        total_steps: Number of steps of the whole training. If None, δ is learned from when the loss has settled until
+            you call :meth:`freeze`.
         seed: Seed of the labels that MC samples.
         outputs: A function from what the model returns to its outputs. Needed if the model returns neither a tensor
             nor an object with ``.logits``.

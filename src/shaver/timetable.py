@@ -12,7 +12,7 @@ class Timetable:
     Args:
         settings: SpaM's settings.
         total_steps: Number of steps of the whole training, or None.
-        watch: Knows whether the loss allows δ to be learned.
+        watch: Says whether the loss has settled, so that δ may be learned.
         per_weight: Each weight has its own δ.
 
     Attributes:
@@ -28,7 +28,7 @@ class Timetable:
         self._is_stopped = False
 
     def freeze(self) -> None:
-        """No update of δ is due any more."""
+        """Stop updating δ."""
         self._is_stopped = True
 
     @property
@@ -51,7 +51,7 @@ class Timetable:
 
     @property
     def spacing(self) -> int:
-        """Steps until the next measurement: few while δ is updated, shortly before that, and at the end."""
+        """Steps between measurements of H: ``every`` while δ is learned, just before, and at the end, else more."""
         if self.total_steps is None:
             return self.every * (IDLE if self.is_frozen else 1)
         reach = self.every / (1 - self._settings.decay)  # as far back as the average of H reaches

@@ -54,7 +54,7 @@ class Watch:
             self.has_settled = fall < noise
 
     def harm(self, log_evidence: float) -> str | None:
-        """After an update of δ: what has become worse, in words with numbers, or None. Sets ``skipped``."""
+        """Call after an update of δ. Returns a message if loss or evidence got worse, else None. Sets ``skipped``."""
         if math.isfinite(log_evidence):
             self._evidence = [*self._evidence, log_evidence][-FALLS - 1 :]
         found = self._risen() or self._fallen()

@@ -49,7 +49,7 @@ def test_the_version_is_the_packages(capsys):
 
 def test_an_impossible_setting_is_a_message_and_not_a_traceback(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--epochs", "0"]) == 1
-    assert capsys.readouterr().err == ("shaver: epochs must be a whole number from 1, not 0.\n")
+    assert capsys.readouterr().err == ("shaver: epochs must be an integer of at least 1, not 0.\n")
 
 
 def test_an_unknown_command_gets_the_nearest_name(capsys):
@@ -60,10 +60,10 @@ def test_an_unknown_command_gets_the_nearest_name(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["prune", "x", "--sparsity", "foo"], "'foo' is not a share such as 0.95, nor auto."),
-        (["run", "demo", "--epochs", "some"], "'some' is not a whole number."),
+        (["prune", "x", "--sparsity", "foo"], "'foo' is not a share such as 0.95 or auto."),
+        (["run", "demo", "--epochs", "some"], "'some' is not an integer."),
         (["run", "demo", "--sparsities", "0.5", "b"], "'b' is not a share such as 0.95."),
-        (["compact", "x", "--input-shape", "a"], "'a' is not a whole number."),
+        (["compact", "x", "--input-shape", "a"], "'a' is not an integer."),
     ],
 )
 def test_a_value_of_another_kind_is_explained_without_types_of_python(capsys, arguments, words):

@@ -359,7 +359,7 @@ def test_bad_input_is_answered_and_nothing_is_written(runs, own, tmp_path, capsy
         ([run, *magnitude, "--factory", f"{name}:build"], "does not fit Sequential"),
         ([run, *magnitude, "--cap", "2"], "cap is the largest share"),
         ([run, "--sparsity", "0.9", "--data", "cancer", "--prior-precision", "-1"], "must be positive"),
-        ([run, "--sparsity", "0.9", "--data", "cancer", "--samples", "0"], "--samples must be a whole number from 1"),
+        ([run, "--sparsity", "0.9", "--data", "cancer", "--samples", "0"], "--samples must be an integer"),
         ([runs, *magnitude], "no run of shaver.fit .* There is .*checkpoint"),
         (["nowhere", *magnitude], "nowhere does not exist"),
         (["notes.txt", *magnitude], "damaged or another kind of file"),

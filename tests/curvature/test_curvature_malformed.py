@@ -111,13 +111,13 @@ def test_sparse_gradients_of_an_embedding():
 
 
 NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
-    "samples": ({"samples": 0}, "samples must be a whole number from 1, not 0"),
-    "half a sample": ({"samples": 1.5}, r"samples must be a whole number from 1, not 1\.5"),
-    "seed": ({"seed": "seven"}, "seed must be a whole number from 0, not 'seven'"),
-    "fraction": ({"fraction": "half"}, "fraction must be a finite number above 0 up to 1, not 'half'"),
-    "too large": ({"fraction": 2}, "fraction must be a finite number above 0 up to 1, not 2"),
-    "max_samples": ({"max_samples": 0}, "max_samples must be a whole number from 1, not 0"),
-    "budget": ({"memory_budget": "1 GB"}, "memory_budget must be a whole number from 1, not '1 GB'"),
+    "samples": ({"samples": 0}, "samples must be an integer of at least 1, not 0"),
+    "half a sample": ({"samples": 1.5}, r"samples must be an integer of at least 1, not 1\.5"),
+    "seed": ({"seed": "seven"}, "seed must be an integer of at least 0, not 'seven'"),
+    "fraction": ({"fraction": "half"}, "fraction must be a finite number above 0 and at most 1, not 'half'"),
+    "too large": ({"fraction": 2}, "fraction must be a finite number above 0 and at most 1, not 2"),
+    "max_samples": ({"max_samples": 0}, "max_samples must be an integer of at least 1, not 0"),
+    "budget": ({"memory_budget": "1 GB"}, "memory_budget must be an integer of at least 1, not '1 GB'"),
 }
 
 
@@ -129,19 +129,19 @@ def test_numbers_of_an_estimate(name: str):
 
 
 SPAM: dict[str, tuple[dict[str, Any], str]] = {
-    "every": ({"every": 2.5}, r"every must be a whole number from 1, not 2\.5"),
-    "update": ({"update": "often"}, "update must be a whole number from 1, not 'often'"),
-    "frequency": ({"frequency": None}, "frequency must be a whole number from 1, not None"),
-    "decay": ({"decay": None}, "decay must be a finite number from 0 up to 1, not None"),
+    "every": ({"every": 2.5}, r"every must be an integer of at least 1, not 2\.5"),
+    "update": ({"update": "often"}, "update must be an integer of at least 1, not 'often'"),
+    "frequency": ({"frequency": None}, "frequency must be an integer of at least 1, not None"),
+    "decay": ({"decay": None}, "decay must be a finite number from 0 to 1, not None"),
     "a decay of one": ({"decay": 1.0}, r"decay must be below 1, not 1\.0"),
-    "burn_in": ({"burn_in": "none"}, "burn_in must be a finite number from 0, not 'none'"),
-    "shrink": ({"shrink": 2}, "shrink must be a finite number from 0 up to 1, not 2"),
+    "burn_in": ({"burn_in": "none"}, "burn_in must be a finite number of at least 0, not 'none'"),
+    "shrink": ({"shrink": 2}, "shrink must be a finite number from 0 to 1, not 2"),
     "temperature": ({"temperature": float("nan")}, "temperature must be a finite number above 0, not nan"),
     "initial_precision": ({"initial_precision": 0}, "initial_precision must be a finite number above 0, not 0"),
     "bounds": ({"bounds": (2.0, 1.0)}, "lowest and the highest log δ"),
     "online": ({"online": "yes"}, "online must be True or False, not 'yes'"),
-    "total_steps": ({"total_steps": 10.5}, r"total_steps must be a whole number from 1, not 10\.5"),
-    "seed": ({"seed": None}, "seed must be a whole number from 0, not None"),
+    "total_steps": ({"total_steps": 10.5}, r"total_steps must be an integer of at least 1, not 10\.5"),
+    "seed": ({"seed": None}, "seed must be an integer of at least 0, not None"),
     "settings": ({"settings": {"every": 3}}, r"settings must be shaver.settings.Settings\(…\), not"),
     "an unknown option": ({"evry": 3}, "did you mean 'every'"),
 }

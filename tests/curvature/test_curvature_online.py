@@ -289,8 +289,8 @@ def test_raw_parameters_of_the_root_are_seen_in_the_very_first_measurement():
     [
         ({"source": "ggn"}, "online source"),
         ({"loss": "median"}, "mean"),
-        ({"data_size": 0}, "data_size must be a whole number from 1, not 0"),
-        ({"every": 0}, "every must be a whole number from 1, not 0"),
+        ({"data_size": 0}, "data_size must be an integer of at least 1, not 0"),
+        ({"every": 0}, "every must be an integer of at least 1, not 0"),
         ({"decay": 1.0}, r"decay must be below 1, not 1\.0"),
     ],
 )

@@ -54,5 +54,5 @@ def test_the_generator_decides():
 def test_wrong_shapes_and_settings_are_named():
     with pytest.raises(ValueError, match=r"not \(4, 8\)"):
         FlipCrop()(torch.zeros(4, 8), torch.Generator())
-    with pytest.raises(ValueError, match="pad must be a whole number from 0, not -1"):
+    with pytest.raises(ValueError, match="pad must be an integer of at least 0, not -1"):
         FlipCrop(pad=-1)

@@ -219,10 +219,10 @@ def test_bad_data_are_named_where_they_enter(case):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be a whole number from 1, not 0"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
         ({"batch_size": 200, "drop_last": True}, "leaves no batch"),
-        ({"batch_size": 2, "seed": -1}, "seed must be a whole number from 0"),
-        ({"batch_size": 2, "epoch": -1}, "epoch must be a whole number from 0"),
+        ({"batch_size": 2, "seed": -1}, "seed must be an integer of at least 0"),
+        ({"batch_size": 2, "epoch": -1}, "epoch must be an integer of at least 0"),
     ],
 )
 def test_impossible_batches_are_refused(options, message):

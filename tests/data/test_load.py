@@ -90,7 +90,7 @@ def test_loading_leaves_the_global_generators_alone():
         ({"name": "cancer", "valid_fraction": -0.1}, "not -0.1"),
         ({"name": "cancer", "valid_fraction": float("nan")}, "not nan"),
         ({"name": "cancer", "valid_fraction": 1e-6}, "leaves one of the two parts empty"),
-        ({"name": "cancer", "seed": -1}, "seed must be a whole number from 0"),
+        ({"name": "cancer", "seed": -1}, "seed must be an integer of at least 0"),
         ({"name": "cancer", "augment": True}, "'cancer' has no images to augment.*'cifar10'"),
         ({"name": "imdb", "augment": True}, "'imdb' has no images"),
     ],

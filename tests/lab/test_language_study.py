@@ -267,7 +267,7 @@ def test_the_list_and_the_recipe_are_shown_without_any_folder(capsys, monkeypatc
         (["gpt2-imdb", "--vocabularies", "nowhere"], "there is no nowhere/gpt2-bpe/encoder.json"),
         (["lenet-mnist", "--weights", "x"], "recipe 'lenet-mnist' uses no texts, so weights has no effect"),
         (["minilm-imdb", "--methods", "map", "l1"], "trains language models: by map or spam, not by l1"),
-        (["minilm-imdb", "--length", "0"], "length must be a whole number from 1, not 0"),
+        (["minilm-imdb", "--length", "0"], "length must be an integer of at least 1, not 0"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named_before_anything_runs(arguments, message, capsys, tmp_path, monkeypatch):

@@ -400,7 +400,7 @@ def test_an_option_that_submitit_does_not_know_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes", "0"], "processes must be a whole number from 1, not 0"),
+        (["--processes", "0"], "processes must be an integer of at least 1, not 0"),
         (["--slurm", "mem_gb=8"], "only with --engine slurm"),
         (["--engine", "slurm", "--slurm", "mem_gb"], "KEY=VALUE"),
     ],

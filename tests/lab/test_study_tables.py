@@ -232,7 +232,7 @@ def test_a_method_of_which_nothing_learned_has_no_summary():
     (experiment,) = experiments(rows)
     assert kept(experiment) == {}
     assert quality_table(experiment, ACCURACY).lines[0].labels == ("OPD", "MAP (1 of 1 did not learn)")
-    assert "no result of the method" in quality_table(experiment, ACCURACY).note
+    assert "say nothing about the method" in quality_table(experiment, ACCURACY).note
 
 
 def test_speed_is_measured_where_units_are_removed_and_one_where_weights_are_masked():

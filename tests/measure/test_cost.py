@@ -119,7 +119,7 @@ def test_threads_are_given_back_after_an_error():
 def test_impossible_measurements_are_refused():
     with pytest.raises(ValueError, match="repeats must be at least 3"):
         latency(nn.Identity(), torch.zeros(1), repeats=2)
-    with pytest.raises(ValueError, match="batch_size must be a whole number from 1, not 0"):
+    with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, not 0"):
         latency(nn.Identity(), torch.zeros(1), batch_size=0)
     with pytest.raises(ValueError, match=r"at least one sample.*not a list"):
         cost(nn.Identity(), [torch.zeros(1)])

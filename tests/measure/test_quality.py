@@ -208,7 +208,7 @@ class TestBadData:
         assert found.nll == pytest.approx(math.log(2))
 
     def test_bins_and_likelihood_are_checked(self):
-        with pytest.raises(ValueError, match="bins must be a whole number from 1, not 0"):
+        with pytest.raises(ValueError, match="bins must be an integer of at least 1, not 0"):
             quality(Given(), [], bins=0)
         with pytest.raises(ValueError, match="did you mean 'classification'"):
             quality(Given(), [], likelihood="clasification")

@@ -109,7 +109,7 @@ def test_nan_is_named_and_nothing_is_nothing():
 
 @pytest.mark.parametrize(("cap", "minimum"), [(0, 0), (1.5, 0), (1, -1), (1, 0.5)])
 def test_limits_out_of_range(cap, minimum):
-    with pytest.raises(ValueError, match=r"cap is|minimum, how many weights each layer keeps, must be a whole number"):
+    with pytest.raises(ValueError, match=r"cap is|minimum, how many weights each layer keeps, must be an integer"):
         masks_at({"a": torch.rand(4)}, [0.5], cap=cap, minimum=minimum)
 
 

@@ -184,7 +184,7 @@ def test_progress_of_rounds_and_of_a_compaction():
 def test_errors_say_what_would_work():
     dense, pruned, masks = pruned_mlp()
     x = [data(64, 6)]
-    with pytest.raises(ValueError, match=r"passes must be a whole number from 0, not -1"):
+    with pytest.raises(ValueError, match=r"passes must be an integer of at least 0, not -1"):
         repair(pruned, x, reference=dense, masks=masks, passes=-1)
     with pytest.raises(ValueError, match=r"give calibration="):
         shaver.prune(pruned, shaver.score(pruned, "magnitude"), 0.9, passes=3)

@@ -82,7 +82,7 @@ def test_the_number_of_batches_is_not_that_of_samples():
 
 
 def test_a_loader_is_no_number_of_samples():
-    with pytest.raises(ValueError, match="data_size, the number of training samples, must be a whole number"):
+    with pytest.raises(ValueError, match="data_size, the number of training samples, must be an integer"):
         SpaM(mlp(), split(blobs()))  # type: ignore[arg-type]
 
 

@@ -205,14 +205,14 @@ def test_nothing_is_printed_unless_progress_is_asked_for(capfd):
     ("change", "message"),
     [
         ({"method": "mapp"}, "did you mean 'map'"),
-        ({"method": "map", "epochs": 0}, "epochs must be a whole number from 1, not 0"),
+        ({"method": "map", "epochs": 0}, "epochs must be an integer of at least 1, not 0"),
         ({"method": "map", "optimizer": "sdg"}, "did you mean 'sgd'"),
         ({"method": "map", "lr": -1.0}, "lr must be a finite number above 0"),
         ({"method": "map", "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "lr": 0.1}, "set it there"),
         ({"method": "map", "spam": {"prior": "unit"}}, 'method="spam"'),
         ({"method": "map", "logger": "tensorboard"}, "needs a folder"),
         ({"method": "spam", "options": Options(weight_decay=0.1)}, "takes the place of weight decay"),
-        ({"method": "l1", "l1": -1.0}, "l1 must be a finite number from 0"),
+        ({"method": "l1", "l1": -1.0}, "l1 must be a finite number of at least 0"),
         ({"method": "map", "likelihood": "clasification"}, "did you mean 'classification'"),
     ],
 )
@@ -226,7 +226,7 @@ def test_settings_that_cannot_work_are_refused_with_what_would(change, message):
     [
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
         ({"amp": "fp16"}, "unknown amp type"),
-        ({"accumulate": 0}, "accumulate must be a whole number from 1"),
+        ({"accumulate": 0}, "accumulate must be an integer of at least 1"),
         ({"clip": 0.0}, "clip must be a finite number above 0"),
     ],
 )

@@ -34,13 +34,13 @@ def _reader(metavar: str, read: Callable[[str], Any], what: str, *, several: boo
     )
 
 
-_WHOLE = _reader("NUMBER", int, "a whole number")
+_WHOLE = _reader("NUMBER", int, "an integer")
 _NUMBER = _reader("NUMBER", float, "a number")
 _SHARE = _reader("SHARE", float, "a share such as 0.95")
 _SHARES = _reader("SHARE ...", float, "a share such as 0.95", several=True)
-_SIZES = _reader("SIZE ...", int, "a whole number", several=True)
+_SIZES = _reader("SIZE ...", int, "an integer", several=True)
 _SHARE_OR_AUTO = _reader(
-    "SHARE|auto", lambda text: text if text == "auto" else float(text), "a share such as 0.95, nor auto"
+    "SHARE|auto", lambda text: text if text == "auto" else float(text), "a share such as 0.95 or auto"
 )
 #: An option without a default of its own: the help does not say "default: None".
 _NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
@@ -62,19 +62,19 @@ _SCOPE = _text("global|layer|N:M|units|layers", "(default: global, or layer with
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Train, prune and measure two small networks on data that come with the installation.
+    """Train, prune and measure two small networks on data sets that need no download.
 
-    Breast cancer (a fully connected network) and 8×8 digits (a small convolutional one) are trained by MAP (ordinary
-    training with weight decay) and by SpaM, pruned by every criterion to eleven sparsities, and measured on test data.
-    Tables appear in the terminal; a page with everything (report.html), results.csv, a figure and the trained networks
-    go into a folder. It takes about a minute on two cores.
+    A fully connected network on breast cancer data and a small convolutional network on 8×8 digits are trained by MAP
+    (ordinary training with weight decay) and by SpaM, pruned by every criterion to eleven sparsities, and measured on
+    test data. The tables are printed; the results folder gets report.html (one page with everything), results.csv, a
+    figure and the trained networks. It takes about a minute on two cores.
 
     Attributes:
-        out: Folder for the results. What an earlier call has finished in it is not done again.
+        out: Folder for the results. Networks that an earlier call finished there are not trained again.
         seed: First seed. The same seed gives the same numbers.
         repeats: Number of seeds to average over.
-        epochs: Passes over the data, instead of each network's own number. 1 is a quick try.
-        processes: Networks that train at the same time, one thread each.
+        epochs: Passes over the data, the same for both networks. Use 1 for a quick try.
+        processes: Number of networks to train at the same time, with one thread each.
     """
 
     out: Path = Path("runs/demo")
@@ -86,17 +86,18 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Run an experiment of the paper: train its networks, prune them by every criterion, measure, write a table.
+    """Run an experiment of the paper: train its networks, prune them by every criterion, measure and write tables.
 
-    Example: `shaver run lenet-mnist --epochs 5 --seeds 1 --priors parameter unit`. Finished cells are not run again,
-    interrupted ones (Ctrl-C, a crash) continue where they were, and a cell that fails does not stop the others.
+    Example: `shaver run lenet-mnist --epochs 5 --seeds 1 --priors parameter unit`. A cell is one training
+    with one seed. Finished cells are not run again, interrupted ones (Ctrl-C, a crash) continue where they stopped, and
+    a failed cell does not stop the others.
 
     Attributes:
-        recipe: Its name; `shaver list` shows them all.
-        scale: cpu is what two cores finish, and every output says what is smaller than in the paper; paper has the
-            paper's hyper-parameters.
-        tasks: Some of the recipe's networks and data, such as lenet-mnist.
-        methods: How networks are trained: map, spam, l1; where they are pruned online also vd and l0.
+        recipe: Name of the experiment; `shaver list` shows all of them.
+        scale: cpu is a smaller version for two cores; reports state what was reduced. paper has the paper's
+            hyper-parameters.
+        tasks: Run only these pairs of network and data, such as lenet-mnist.
+        methods: Training methods: map, spam, l1; for recipes that prune during training also vd and l0.
         priors: SpaM's priors: parameter, unit, layer, scalar.
         curvatures: SpaM's curvatures: diag or kron, from mc, ef or ggn, such as diag-mc or kron-ggn.
         seeds: Number of seeds.
@@ -113,16 +114,17 @@ class RunOptions:
         length: Language models: tokens per text.
         test_samples: Language models: measure on this many texts only.
         scored: Language models: number of training texts for SNIP, GraSP and MAP's curvature.
-        stages: Some of the recipe's ways to prune: posthoc, repaired, finetuned, online, structured, two-steps.
+        stages: Run only these ways to prune: posthoc, repaired, finetuned, online, structured, two-steps.
         criteria: How weights are ranked: opd, obd, magnitude, snip, grasp, synflow, wanda, random.
-        sparsities: Shares to remove, such as 0.9 0.95.
-        tuning_epochs: Epochs of fine-tuning, where the recipe fine-tunes.
-        out: The run folder; runs/RECIPE-SCALE if left out. Trained networks go into networks/ beside it.
-        processes: Cells at the same time, one thread each; the number of cores if left out (for slurm: 100 jobs).
-        engine: local runs cells as processes on this machine, slurm as jobs of a cluster through submitit.
+        sparsities: Shares of the weights to remove, such as 0.9 0.95.
+        tuning_epochs: Epochs of fine-tuning, if the recipe fine-tunes.
+        out: The run folder. Default: runs/RECIPE-SCALE. Trained networks are stored in networks/ beside it.
+        processes: Number of cells to run at the same time, with one thread each. Default: the number of cores (slurm:
+            100 jobs).
+        engine: local runs cells as processes on this machine; slurm submits them as cluster jobs through submitit.
         slurm: Options of submitit's executor, such as timeout_min=240 slurm_partition=gpu mem_gb=8.
-        any_code: Keep finished cells, and continue interrupted ones, that another version of the code made.
-        show: Print the recipe with all its settings, and run nothing.
+        any_code: Keep finished cells, and continue interrupted ones, even if another version of the code made them.
+        show: Print the recipe with all its settings and exit.
     """
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
@@ -163,15 +165,15 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Show the results of runs: tables in the terminal and as files, figures, and one page for any browser.
+    """Show the results of runs: tables (printed and as files), figures, and one HTML page.
 
-    Example: `shaver report runs/lenet-mnist-cpu runs/fcn-mnist-cpu --out report`. The page is one file that can
-    be read offline.
+    Example: `shaver report runs/lenet-mnist-cpu runs/fcn-mnist-cpu --out report`. The page is a
+    single file that opens offline.
 
     Attributes:
-        runs: Folders of `shaver run` or `shaver demo`, all of one scale.
-        out: Folder for tables/, figures/ and report.html; a single run's own folder, or report/ for several.
-        formats: What to make.
+        runs: Folders that `shaver run` or `shaver demo` wrote, all of the same scale.
+        out: Folder for tables/, figures/ and report.html. Default: the run's own folder, or report/ for several runs.
+        formats: Formats to write.
     """
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FOLDER ...")]
@@ -181,7 +183,7 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class ListOptions:
-    """List the experiments: their place in the paper, run time on two cores, and how much of them is done.
+    """List the experiments: their place in the paper, run time on two cores, and progress.
 
     Attributes:
         runs: The folder that holds the run folders.
@@ -202,20 +204,20 @@ class NetworkOptions:
             package.module:function. The function returns an object with .train, .test and optionally .valid, each a
             list of batches or a DataLoader. Without data, accuracy is not measured.
         out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written.
-        criterion: How weights are ranked: opd (the default), obd, magnitude, snip, grasp, synflow, wanda or random.
-            opd and obd use the posterior of a SpaM run, or estimate one from the data; snip, grasp and wanda need data,
-            synflow needs data or an input shape; magnitude and random need nothing. Units are ranked by the sum over
-            their weights. damage ranks by what a removal costs after repair; it needs data.
-        repair: Adjust the remaining weights to make up for the removed ones. Needs data; uses training inputs without
-            their labels.
-        passes: After the repair, fit all layers together in this many passes over the same inputs. Helps most where
-            most was removed; 20 to 50 are useful.
+        criterion: How to rank weights: opd (the default), obd, magnitude, snip, grasp, synflow, wanda, random, or
+            damage (the cost of a removal after repair). opd and obd use the posterior of a SpaM run, or estimate one
+            from the data; snip, grasp, wanda and damage need data; synflow needs data or an input shape; magnitude and
+            random need nothing.
+        repair: Adjust the remaining weights to compensate for the removed ones. Needs data: reads about 2,048
+            training inputs without their labels, the first ones or, if --samples is given, random ones.
+        passes: After the repair, fit all layers together, with this many passes over the same inputs. Helps at high
+            sparsity; 10 to 40 are useful.
         factory: How to build the network: package.module:function, a function without arguments, such as
             shaver.zoo:LeNet. Not needed for networks of shaver's zoo that shaver saved.
-        input_shape: The shape of one input, such as 1 28 28, for FLOPs, latency and synflow if there are no data.
-        likelihood: What the outputs mean. Default: that of the training run, or classification.
-        data_seed: The seed of shaver.data.load with which the data were split for training. With another seed, the test
-            data may contain training samples.
+        input_shape: The shape of one input, such as 1 28 28. Without data, needed for FLOPs, latency and synflow.
+        likelihood: Kind of output. Default: that of the training run, or classification.
+        data_seed: The seed of shaver.data.load that split the data for training. With another seed, the test data may
+            contain training samples.
         samples: Use only this many training samples for scores and curvature.
         prior_precision: δ for a posterior estimated after training. Default: one per layer, chosen by the evidence.
         seed: Seed of the random criterion and of the choice of samples.
@@ -244,30 +246,29 @@ class NetworkOptions:
 
 @dataclass(frozen=True)
 class PruneOptions(NetworkOptions):
-    """Prune a trained network, measure it before and after, and write it back smaller.
+    """Prune a trained network, measure it before and after, and write it to a smaller file.
 
     Example: `shaver prune runs/lenet --sparsity 0.95 --data mnist --out small`. The network can come from shaver.fit,
     from the demo (`shaver prune runs/demo/models/digits-spam-0.safetensors --sparsity auto --data digits`), or from
-    anywhere, as a state dict and a function that builds it (`--factory`). The file given is never changed.
-    A causal language model: `shaver prune MODEL_FOLDER --calibration text.txt --sparsity 0.5 --out sparse`.
+    anywhere else, as a state dict and a function that builds the network (`--factory`). The input file is never
+    changed. A causal language model: `shaver prune MODEL_FOLDER --calibration text.txt --sparsity 0.5 --out sparse`.
 
     Attributes:
-        sparsity: The share of weights to remove, such as 0.95; or auto: every weight that the evidence does not need.
-        max_drop: Instead of a sparsity: remove as much as costs at most this share of validation accuracy (0.01 is
-            one point). Needs data, and samples that were not trained on: see valid-fraction. A sparsity is then the
-            highest to try.
+        sparsity: The share of weights to remove, such as 0.95; or auto to let the evidence decide how many.
+        max_drop: Remove as many weights as possible while validation accuracy falls by at most this much (0.01 is one
+            point). With --sparsity, never remove more than that. Needs samples that training did not see: see
+            --valid-fraction.
         scope: global ranks all weights together, layer removes the same share of each layer, 2:4 (or another N:M)
-            keeps N of each M weights in a row. For a causal language model also units: the share of feed-forward units
-            and of key-value heads of each block, so that the model becomes smaller and faster; and layers: the share
-            of whole layers.
-        valid_fraction: The share of the training data that training held out (valid_fraction of shaver.data.load), on
-            which max-drop measures. Not needed for data of your own that have .valid.
-        cap: No layer loses more than this share of its weights.
+            keeps N of every M consecutive weights. For causal language models only: units removes feed-forward units
+            and key-value heads, layers removes whole layers; both make the model smaller and faster.
+        valid_fraction: The share of the training data that was held out from training; --max-drop measures on it. Give
+            the valid_fraction that was passed to shaver.data.load. Not needed if your own data has .valid.
+        cap: Highest share of weights to remove from any one layer.
         minimum: Each layer keeps at least this many weights.
-        calibration: For a causal language model, with CHECKPOINT a folder of the transformers library: text that the
+        calibration: For a causal language model (CHECKPOINT is a folder of the transformers library): the text that the
             model reads while it is pruned block by block. A text file, a parquet file, or token ids (.npy or
-            .safetensors). --sparsity is then the share of each matrix, and --criterion opd, wanda or magnitude.
-        windows: How many windows of the calibration text are read.
+            .safetensors). --sparsity then applies to each matrix, and --criterion is opd, wanda or magnitude.
+        windows: Number of windows of the calibration text to read.
         length: Tokens per window.
         column: The column of a parquet file.
     """
@@ -287,14 +288,15 @@ class PruneOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class CompactOptions(NetworkOptions):
-    """Remove whole channels, units and heads of a trained network: a smaller dense network that runs faster.
+    """Remove whole channels, hidden units and heads of a trained network. The result is smaller and faster.
 
-    Example: `shaver compact runs/lenet --sparsity 0.8 --target flops --data mnist --finetune 5 --out small`. The small
-    network is checked to compute what the masked one does. The file given is never changed.
+    Example: `shaver compact runs/lenet --sparsity 0.8 --target flops --data mnist --finetune 5 --out small`. The
+    command checks that the small network computes the same as the masked one. The input file is never changed. Units
+    are ranked by the sum of the criterion over their weights.
 
     Attributes:
-        sparsity: The share of the target to remove, such as 0.8. Without it, only units that do nothing are removed,
-            such as those that were pruned during training.
+        sparsity: The share of the target to remove, such as 0.8. Without it, only dead units are removed, such as those
+            pruned during training.
         target: What the sparsity is a share of: units (channels, hidden units, heads), parameters, flops or measured
             latency.
         spread: uniform removes the same share of each layer; global ranks the units of all layers together.
@@ -322,10 +324,12 @@ class ExportOptions:
     """Write a network for other programs: `shaver export small --onnx`.
 
     Attributes:
-        folder: The network: a folder that `shaver compact --out` or shaver.save wrote, or whatever shaver prune takes.
-        onnx: Write an ONNX file, checked against the network; network.onnx in the folder if no path is given.
-        input_shape: The shape of one input, such as 1 28 28; not needed where `shaver compact` wrote the folder.
-        factory: How to build the network, as package.module:function; not needed for shaver's zoo.
+        folder: The network: a folder that `shaver prune --out`, `shaver compact --out` or shaver.save wrote, or any
+            other checkpoint that `shaver prune` accepts.
+        onnx: Write an ONNX file and compare it with the network. Default path: network.onnx in the folder.
+        input_shape: The shape of one input, such as 1 28 28. Not needed if `shaver prune` or `shaver compact` wrote the
+            folder.
+        factory: How to build the network: package.module:function. Not needed for networks of shaver's zoo.
     """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]

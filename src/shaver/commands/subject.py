@@ -101,7 +101,8 @@ def check_held_out(options: PruneOptions) -> None:
     if not fraction:
         raise ValueError(
             f"--max-drop needs samples that training did not see. If the network was trained on the .train of {held}, "
-            "say --valid-fraction 0.1; if it was trained on everything, train it again on that, or give --sparsity."
+            "say --valid-fraction 0.1. If it was trained on all samples, train it again on that .train, or give "
+            "--sparsity instead."
         )
     trained = re.match(r"(\d+) samples", str(read_network(options.checkpoint).config.get("data", "")))
     splits: Any = shaver.data.load(str(options.data), seed=options.data_seed, valid_fraction=fraction)

@@ -192,8 +192,8 @@ def _at(stage: Stage, lane: Lane) -> Tensor:
     found = lane.advance()
     if found is None or found[0] is not stage:
         raise ValueError(
-            f"the block did not come to {stage.paths[0]!r} as it did for the first window; its way through its layers "
-            "must be the same for every window."
+            f"the layers of a block ran in another order than for the first window (expected {stage.paths[0]!r}): "
+            "every window must run the same layers in the same order."
         )
     value: Tensor = found[1]
     return value

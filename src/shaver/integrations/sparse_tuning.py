@@ -27,7 +27,7 @@ LEAST = 0.01
 
 
 def zero_masks(model: nn.Module, least: float = LEAST) -> Masks:
-    """Masks of what is not zero, for every weight matrix of a linear layer of which at least a share is zero.
+    """Masks of the nonzero weights, for linear layers in which at least the share ``least`` of the weights is zero.
 
     Raises:
         ValueError: There are no such matrices.
@@ -53,7 +53,7 @@ class KeepZeros(TrainerCallback):  # type: ignore[misc]
     low-rank adapters, :func:`hold_adapters` is called too.
 
     Args:
-        masks: Which weights are kept; ``None`` takes what is not zero.
+        masks: Which weights are kept. Default: those that are not zero.
     """
 
     def __init__(self, masks: Masks | None = None) -> None:

@@ -68,7 +68,7 @@ def find_layers(
 
 @contextmanager
 def passing(chain: BlockChain, given: Mapping[int, Tensor | None]) -> Iterator[None]:
-    """Let blocks give back what they read, or the tensor that is given for them, without running."""
+    """Bypass blocks: each returns its input, or the tensor given for it, without running."""
 
     def forward(tensor: Tensor | None) -> Callable[..., Any]:
         def give(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from shaver.naming import check_number
 
 #: The gain at S = 1, where prior and data have equal weight: ½(1 − log 2) ≈ 0.153 nats.
 DEFAULT_NATS = 0.5 * (1 - math.log(2))
-#: The share of ½Σγ that removal may cost: on eight of eight tasks it loses at most 0.15 points of accuracy, see the
+#: The share of ½Σγ that removal may cost. It loses at most 0.15 points of accuracy on eight small tasks; see the
 #: documentation's page on automatic sparsity.
 DEFAULT_BUDGET = 0.05
 #: Largest cost of removal in nats per sample.

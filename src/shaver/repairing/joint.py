@@ -102,7 +102,7 @@ def joint_fit(
 
 
 def check_passes(passes: int, calibration: object) -> None:
-    """Refuse passes that are no whole number from 0, or that have no data."""
+    """Check that ``passes`` is an integer of at least 0, and that there is data for it."""
     if check_count("passes", passes, 0) and calibration is None:
         raise ValueError(f"passes={passes} are passes over calibration data: give calibration=… too.")
 

@@ -148,8 +148,8 @@ def _at(stop: Site | str, lane: Lane) -> Tensor:
     name = stop if isinstance(stop, str) else stop.name
     if found is None or found[0] != stop:
         raise ValueError(
-            f"the forward pass did not come to {name!r} when the first batch did: its way through the network must be "
-            "the same for every batch, and in the reference."
+            f"the layers ran in another order than for the first batch (expected {name!r}): every batch, and the "
+            "reference, must run the same layers in the same order."
         )
     value: Tensor = found[1]
     return value

@@ -206,7 +206,7 @@ class _Fitting:
         self._curvature = tempered_curvature(posterior) if posterior is not None else {}
 
     def fit(self, site: Site, moments: Moments) -> None:
-        """Give one site's weights their conditional mean; nothing is changed before the first removed weight."""
+        """Give one site's weights their conditional mean. Layers before the first pruned layer stay as they are."""
         weight, dense = site.weight(self.model).double(), site.weight(self.reference).double()
         kept = site.matrix(self.model, self.kept[site.parameter]) if site.parameter in self.kept else None
         if kept is None:

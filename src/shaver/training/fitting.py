@@ -151,7 +151,7 @@ def _check_method(
             'method="spam"; spam={"initial_precision": …} sets where the prior starts.'
         )
     if method == "spam" and options.teacher is not None:
-        raise ValueError('a teacher is no part of the evidence, so teacher= goes with method="map" or "l1".')
+        raise ValueError('teacher= works only with method="map" or "l1": SpaM\'s evidence does not include a teacher.')
     if online is not None and options.early_stopping:
         raise ValueError("online pruning reaches its target at a set time, so early_stopping does not go with it.")
     defaults = online.spam_defaults if online is not None and method == "spam" else {}

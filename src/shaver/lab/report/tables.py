@@ -270,7 +270,7 @@ def failure_notes(experiment: Experiment) -> list[str]:
     notes = []
     for variant, failure in experiment.failures.items():
         listed = ", ".join(f"seed {seed}: {100 * found:.1f} %" for seed, found in failure.accuracies.items())
-        counted = "These numbers are no result of the method" if failure.is_total else "They are in no mean"
+        counted = "These numbers say nothing about the method" if failure.is_total else "They are left out of the means"
         name = variant.label(experiment.variants)
         notes.append(f"{name}: {failure}, they are as good as guessing (test accuracy of {listed}). {counted}.")
     return notes

@@ -46,7 +46,7 @@ def read_study(folder: Path) -> dict[str, Any]:
     if not (folder / STUDY).is_file():
         inside = sorted(str(path.parent) for path in folder.glob(f"*/{STUDY}"))
         hint = f" Did you mean {' '.join(inside[:4])}?" if inside else ""
-        raise FileNotFoundError(f"{folder} holds no {STUDY}, so it is no folder of `shaver run`.{hint}")
+        raise FileNotFoundError(f"{folder} holds no {STUDY}, so `shaver run` did not write it.{hint}")
     study = read_json(folder / STUDY)
     if not isinstance(study, dict) or not {"recipe", "cells"} <= study.keys():
         raise ValueError(f"{folder / STUDY} does not describe a study; it is damaged or of another kind.")
