@@ -1,17 +1,17 @@
-"""The table of rooms: read from the design page, and written into CONTRIBUTING.md by ``python -m tests.docs.rooms``."""
+"""The table of modules (here: rooms): read from the design page, copied to CONTRIBUTING.md by ``python -m tests.docs.rooms``."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DESIGN, CONTRIBUTING = ROOT / "docs" / "design.md", ROOT / "CONTRIBUTING.md"
-TABLE = re.compile(r"^\| room \|.*?(?=^$)", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^\| module or package \|.*?(?=^$)", re.MULTILINE | re.DOTALL)
 
 
 def table(page: Path) -> str:
     """The table as it stands on a page."""
     found = TABLE.search(page.read_text(encoding="utf-8"))
-    assert found is not None, f"{page.name} has no table of rooms"
+    assert found is not None, f"{page.name} has no table of modules"
     return found[0]
 
 

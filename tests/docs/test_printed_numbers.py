@@ -33,11 +33,13 @@ def test_the_guide_to_training_names_the_defaults():
     assert (fixed / 100, 1 - settled / 100, freeze) == pytest.approx(
         (defaults.burn_in, defaults.freeze, defaults.freeze)
     )
-    every, rarely, update = found(
-        r"every (\d+)th step \(`every`; every (\d+)th while δ is fixed\) and updates δ every (\d+) steps", page
+    every, update, rarely, unknown = found(
+        r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). While δ is fixed, it measures on "
+        r"every (\d+)th step, or on every (\d+)th if",
+        page,
     )
     assert (every, update) == defaults.pace(10_000)
-    assert rarely == IDLE**2 * every
+    assert (rarely, unknown) == (IDLE**2 * every, IDLE * every)
 
 
 def test_the_guide_to_pruning_names_the_schedule_and_the_size_on_disk(tmp_path):
