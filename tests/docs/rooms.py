@@ -1,4 +1,4 @@
-"""The table of modules (here: rooms): read from the design page, copied to CONTRIBUTING.md by ``python -m tests.docs.rooms``."""
+"""The table of modules, here called rooms: read from the design page; ``python -m tests.docs.rooms`` copies it."""
 
 import re
 from pathlib import Path

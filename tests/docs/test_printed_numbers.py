@@ -34,8 +34,8 @@ def test_the_guide_to_training_names_the_defaults():
         (defaults.burn_in, defaults.freeze, defaults.freeze)
     )
     every, update, rarely, unknown = found(
-        r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). While δ is fixed, it measures on "
-        r"every (\d+)th step, or on every (\d+)th if",
+        r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). While δ is fixed, it measures "
+        r"on every (\d+)th step, or on every (\d+)th if",
         page,
     )
     assert (every, update) == defaults.pace(10_000)
