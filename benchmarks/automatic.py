@@ -32,7 +32,7 @@ from shaver import zoo
 from shaver.criteria import score
 from shaver.data import InMemory
 from shaver.evidence import Posterior
-from shaver.pruning import Masks, masks_at
+from shaver.pruning import Masks, Ranking
 from shaver.pruning.automatic import weigh
 
 TOLERATED = 0.15
@@ -109,7 +109,7 @@ def sample_size(model: nn.Module, posterior: Posterior, scores: Scores) -> Masks
     """As many weights stay as the scores have effective samples."""
     flat = torch.cat([values.flatten() for values in scores.values()]).double()
     kept = math.ceil(float(flat.sum().square() / flat.square().sum()))
-    return masks_at(scores, [1 - kept / len(flat)])[0]
+    return Ranking(scores).at(1 - kept / len(flat))
 
 
 def reduced(model: nn.Module, posterior: Posterior, scores: Scores) -> Masks:
@@ -144,7 +144,7 @@ def measure(name: str, seed: int) -> list[dict[str, Any]]:
     assert posterior is not None
     scores = score(model, "opd", posterior=posterior)
     dense = accuracy(model, None, test)
-    curve = dict(zip(GRID, masks_at(scores, GRID), strict=True))
+    curve = dict(zip(GRID, map(Ranking(scores).at, GRID), strict=True))
     lost = {sparsity: dense - accuracy(model, masks, test) for sparsity, masks in curve.items()}
     knee = max((s for s in GRID if all(lost[t] <= TOLERATED + 1e-9 for t in GRID if t <= s)), default=0.0)
     rows = []

@@ -110,7 +110,7 @@ def auto_cell(setting: PruningSetting, name: str, seed: int) -> list[Row]:
 
     rows = []
     scores = shaver.score(model, "opd", posterior=posterior)
-    for sparsity, mask in zip(GRID, shaver.pruning.masks_at(scores, GRID), strict=True):
+    for sparsity, mask in zip(GRID, map(shaver.pruning.Ranking(scores).at, GRID), strict=True):
         mask.apply_(model)
         rows.append({"kind": "curve", "sparsity": sparsity, "accuracy": accuracy()})
     report = shaver.prune(model, None, "auto", posterior=posterior)

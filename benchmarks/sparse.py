@@ -19,7 +19,7 @@ from shaver.curvature import Curvature, DiagonalBlock
 from shaver.evidence import Posterior
 from shaver.files import load, save
 from shaver.io import save_tensors
-from shaver.pruning import masks_at, prune, sparse_inference
+from shaver.pruning import Ranking, prune, sparse_inference
 
 LEVELS = [0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99]
 
@@ -77,7 +77,7 @@ def scoring() -> None:
         start = time.perf_counter()
         scores = score(model, criterion, posterior=posterior)
         scored = time.perf_counter()
-        masks_at(scores, LEVELS)
+        list(map(Ranking(scores).at, LEVELS))
         return scored - start, time.perf_counter() - scored
 
     times = {criterion: [run(criterion) for _ in range(5)] for criterion in ("magnitude", "opd")}

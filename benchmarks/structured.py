@@ -88,7 +88,7 @@ def measured(found: dict[str, Any], network: Any) -> Row:
     import shaver
 
     row = {k: v for k, v in shaver.measure.quality(network, found["judged"]).as_dict().items() if k != "count"}
-    cost = shaver.measure.cost(network, found["example"], latency=False)
+    cost = shaver.measure.cost(network, found["example"])
     widths = "-".join(map(str, widths_of(found, network)))
     return row | {"flops": cost.flops, "parameters": cost.parameters, "bytes": cost.bytes_dense, "widths": widths}
 
@@ -135,14 +135,14 @@ def scores_of(found: dict[str, Any], criterion: str, seed: int) -> tuple[Any, di
 
 def oneshot_cell(setting: StructuredSetting, name: str, training: str, criterion: str, seed: int) -> list[Row]:
     """One criterion at each sparsity with uniform widths, before and after fine-tuning."""
-    from shaver.structure import choose_units, remove_units
+    from shaver.structure import ChoiceOptions, Chooser, remove_units
 
     found = prepare(setting, name, training, seed)
     groups, scores = scores_of(found, criterion, seed)
     label = {"part": "oneshot", "experiment": name, "training": training, "kind": criterion, "seed": seed}
     rows = []
     for sparsity in setting.sparsities:
-        chosen = choose_units(found["model"], groups, scores, sparsity)
+        chosen = Chooser(found["model"], groups, ChoiceOptions()).choose(scores, sparsity)
         small = remove_units(found["model"], groups, chosen.kept, found["example"]).model
         row = label | {"split": setting.split, "sparsity": sparsity}
         rows.append(row | {"tuned": 0} | measured(found, small))
@@ -182,16 +182,16 @@ def scratch_cell(setting: StructuredSetting, name: str, widths: tuple[int, ...],
 
 def free_cell(setting: StructuredSetting, name: str, training: str, how: str, seed: int) -> list[Row]:
     """OPD down to each FLOP target, fine-tuned; ``how`` is ``"uniform"`` or the normalisation of free widths."""
-    from shaver.structure import choose_units, remove_units
+    from shaver.structure import ChoiceOptions, Chooser, remove_units
 
     found = prepare(setting, name, training, seed)
     groups, scores = scores_of(found, "opd", seed)
     options = {"spread": "uniform"} if how == "uniform" else {"spread": "global", "normalise": how}
+    chooser = Chooser(found["model"], groups, ChoiceOptions(target="flops", **options), found["example"])
     label = {"part": "free", "experiment": name, "training": training, "kind": f"opd {how}", "seed": seed}
     rows = []
     for ratio in setting.ratios:
-        chosen = choose_units(found["model"], groups, scores, 1 - 1 / ratio, target="flops",
-                              example=found["example"], **options)  # fmt: skip
+        chosen = chooser.choose(scores, 1 - 1 / ratio)
         small = remove_units(found["model"], groups, chosen.kept, found["example"]).model
         row = label | {"split": setting.split, "ratio": ratio}
         rows.append(row | {"tuned": 0} | measured(found, small))
@@ -249,12 +249,13 @@ def uniform_widths(setting: StructuredSetting, name: str) -> list[tuple[int, ...
     """The widths that uniform pruning leaves at the fine-tuned sparsities, and KNOWN_WIDTHS."""
     import torch
 
-    from shaver.structure import choose_units, find_groups
+    from shaver.structure import ChoiceOptions, Chooser, find_groups
 
     found = data_of(setting, name, 0)
     groups = find_groups(found["model"], found["example"])
     scores = {g: torch.rand(group.units) for g, group in groups.items()}
-    chosen = [choose_units(found["model"], groups, scores, sparsity).widths for sparsity in setting.tuned]
+    chooser = Chooser(found["model"], groups, ChoiceOptions())
+    chosen = [chooser.choose(scores, sparsity).widths for sparsity in setting.tuned]
     widths = [tuple(after for _, after in by_group.values()) for by_group in chosen]
     return list(dict.fromkeys([*widths, *KNOWN_WIDTHS.get(name, ())]))
 

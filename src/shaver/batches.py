@@ -93,6 +93,11 @@ def forward_of(model: nn.Module, batch: Any) -> Tensor:
     return outputs_in(outputs)
 
 
+def tensors_in(tree: object) -> list[Tensor]:
+    """The tensors of a nested structure, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 @contextmanager
 def naming_inputs(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
     """Add the network and the input shapes to torch's error, which often names only a matrix product.

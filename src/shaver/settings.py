@@ -124,10 +124,6 @@ class Settings:
         return self.every or max(1, min(15 if per_weight else 10, update // 3)), update
 
 
-#: Curvature is measured this many times less often while δ is not learned; the square of it where it is known that
-#: neither an update of δ nor the end of training is near.
-IDLE = 4
-
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be
 #: very large for a weight without a gradient, such as the embedding of an unused word, and would erase what was
 #: pretrained. Shrinking to the posterior mean would too: δ from a few samples is noisy, each rise of δ shrinks weights,

@@ -472,14 +472,14 @@ class SpaM:
         if self.online is not None:
             self.online.load_state_dict(state["online"])
             self.online.every = self.timetable.spacing
-        is_kept = self.online is None and state["curvature"] is not None  # earlier versions saved it online too
-        self._curvature = Curvature.from_state_dict(state["curvature"]) if is_kept else None
+        found = state["curvature"]
+        self._curvature = None if found is None else Curvature.from_state_dict(found)
         self.likelihood.load_state(state["likelihood"])
         self.epochs, self.updates = state["epochs"], state["updates"]
         self.noise.outputs = state["outputs"]
         self.scale_free.load_state(state["scale_free"])
         self.watch.load_state(state["watch"])
-        self._is_debiased = state.get("is_debiased", False)  # absent in states of earlier versions
+        self._is_debiased = state["is_debiased"]
         self._made_of = []
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:

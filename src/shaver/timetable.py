@@ -2,8 +2,12 @@
 
 from typing import Any
 
-from shaver.settings import IDLE, Settings
+from shaver.settings import Settings
 from shaver.watch import Watch
+
+#: Curvature is measured this many times less often while δ is not learned; the square of it where it is known that
+#: neither an update of δ nor the end of training is near.
+IDLE = 4
 
 
 class Timetable:

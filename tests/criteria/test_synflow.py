@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shaver.criteria import score
-from shaver.pruning import masks_at
+from shaver.pruning import Ranking
 from tests.criteria.small_networks import networks
 
 
@@ -57,7 +57,7 @@ def test_many_rounds_are_the_published_loop():
         threshold = flat.sort(descending=True).values[left - 1]
         keep = [(s >= threshold).double() * mask for s, mask in zip(scores, keep, strict=True)]
     scores = score(model, "synflow", example=torch.randn(1, 4), rounds=rounds, sparsity=sparsity)
-    (masks,) = masks_at(scores, [sparsity])
+    masks = Ranking(scores).at(sparsity)
     for mask, expected in zip(masks.values(), keep, strict=True):
         assert torch.equal(mask, expected.bool())
 
@@ -69,7 +69,7 @@ def test_no_layer_is_emptied_where_a_single_shot_empties_one():
     kept = {}
     for rounds in (1, 100):
         scores = score(model, "synflow", example=torch.randn(1, 30), rounds=rounds, sparsity=0.999)
-        (masks,) = masks_at(scores, [0.999])
+        masks = Ranking(scores).at(0.999)
         kept[rounds] = [int(mask.sum()) for mask in masks.values()]
     assert min(kept[1]) == 0
     assert min(kept[100]) > 0
@@ -135,5 +135,5 @@ def test_overflow_and_bad_options_are_named():
         score(deep, "synflow", example=torch.ones(1, 2), rounds=1)
     with pytest.raises(ValueError, match="rounds=0"):
         score(perceptron(), "synflow", example=torch.ones(1, 4), rounds=0)
-    with pytest.raises(ValueError, match=r"example=… \(one input\) is enough"):
+    with pytest.raises(ValueError, match=r"example=… \(one input\) or batches"):
         score(perceptron(), "synflow")

@@ -114,7 +114,8 @@ class Reader:
     @cached_property
     def choice(self) -> Any:
         scores = shaver.structure.score_units(self.model, self.groups, "magnitude")
-        return shaver.structure.choose_units(self.model, self.groups, scores, 0.5)
+        how = shaver.structure.ChoiceOptions()
+        return shaver.structure.Chooser(self.model, self.groups, how).choose(scores, 0.5)
 
     @cached_property
     def pruned(self) -> nn.Module:

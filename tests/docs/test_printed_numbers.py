@@ -8,7 +8,8 @@ import pytest
 import shaver
 from shaver.pruning import Online
 from shaver.repairing.repaired import DAMPING
-from shaver.settings import IDLE, Settings
+from shaver.settings import Settings
+from shaver.timetable import IDLE
 
 ROOT = Path(__file__).parents[2]
 

@@ -139,7 +139,7 @@ def test_push_and_pull_ask_the_hub_for_what_is_no_folder(tmp_path: Path, monkeyp
             asked.append((name, private, exist_ok))
             return f"hub:{name}"
 
-        def upload_folder(self, *, folder_path: str, repo_id: str, commit_message: str) -> None:
+        def upload_folder(self, *, folder_path: str, repo_id: str) -> None:
             (tmp_path / "hub").mkdir()
             for file in Path(folder_path).iterdir():
                 (tmp_path / "hub" / file.name).write_bytes(file.read_bytes())
@@ -148,7 +148,7 @@ def test_push_and_pull_ask_the_hub_for_what_is_no_folder(tmp_path: Path, monkeyp
         HfApi = Api
 
         @staticmethod
-        def snapshot_download(name: str, revision: str | None = None) -> str:
+        def snapshot_download(name: str) -> str:
             assert name == "me/linear"
             return str(tmp_path / "hub")
 

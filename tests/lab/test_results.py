@@ -63,14 +63,6 @@ def test_a_table_of_an_earlier_grid_does_not_stay(tmp_path):
         load_runs(folder)
 
 
-def test_a_table_without_the_newest_column_is_read(tmp_path):
-    folder = make_run(tmp_path / "a")
-    collect(folder)
-    frame = load_runs(folder)
-    frame.drop(columns="learned").to_csv(folder / "results.csv", index=False)
-    assert list(load_runs(folder).learned) == [""]
-
-
 def test_a_folder_that_is_none_of_ours_is_named_with_those_inside(tmp_path):
     make_run(tmp_path / "runs" / "tiny-cpu")
     with pytest.raises(FileNotFoundError, match=r"holds no study\.json.* Did you mean .*tiny-cpu\?"):

@@ -1,6 +1,5 @@
 """Cost: bytes as stored, measured time and memory, and a model left as it was."""
 
-import json
 import time
 import weakref
 
@@ -13,12 +12,10 @@ from shaver.measure import cost, latency, peak_memory
 
 
 def test_lenet_costs_what_it_should():
-    found = cost(zoo.build("lenet", seed=0), torch.zeros(2, 1, 28, 28), latency=False)
+    found = cost(zoo.build("lenet", seed=0), torch.zeros(2, 1, 28, 28))
     assert (found.parameters, found.nonzeros) == (60_170, 60_170)
     assert found.bytes_dense == found.bytes_sparse == 4 * 60_170
     assert (found.flops, found.flops_sparse) == (463_440, 463_440)
-    assert found.latency == {}
-    assert "latency_1" not in found.as_dict()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +31,7 @@ def test_sparse_bytes_take_the_smallest_of_three_ways(left, expected):
     model = nn.Linear(40, 20, bias=False)
     with torch.no_grad():
         model.weight.fill_(1).view(-1)[left:] = 0
-    found = cost(model, torch.zeros(1, 40), latency=False)
+    found = cost(model, torch.zeros(1, 40))
     assert (found.nonzeros, found.bytes_dense, found.bytes_sparse) == (left, 3200, expected)
     assert found.flops_sparse == 2 * left
 
@@ -52,24 +49,21 @@ def test_shared_weights_count_once_and_saved_buffers_are_bytes():
         def forward(self, x):
             return self.head(self.norm(self.embed(x)))
 
-    found = cost(Tied(), torch.zeros(2, dtype=torch.long), latency=False)
+    found = cost(Tied(), torch.zeros(2, dtype=torch.long))
     assert found.parameters == 21 + 6
     assert found.bytes_dense == 4 * (21 + 6) + 4 * 6 + 8  # running mean and variance, and a 64-bit counter
 
 
 def test_latency_is_measured_for_one_and_many_samples():
     threads = torch.get_num_threads()
-    found = cost(zoo.build("lenet", seed=0), torch.zeros(1, 1, 28, 28), repeats=7)
+    model, x = zoo.build("lenet", seed=0), torch.zeros(1, 1, 28, 28)
+    one, many = (latency(model, x, batch_size=size, repeats=7) for size in (1, 128))
     assert torch.get_num_threads() == threads
-    assert sorted(found.latency) == [1, 128]
-    for size, measured in found.latency.items():
+    for size, measured in ((1, one), (128, many)):
         assert measured.batch_size == size
         assert measured.repeats == 7
         assert measured.spread >= 0
-    assert found.latency[1].median < found.latency[128].median
-    row = json.loads(json.dumps(found.as_dict()))
-    assert row["latency_128"] == found.latency[128].median
-    assert row["latency_128_spread"] == found.latency[128].spread
+    assert one.median < many.median
 
 
 class Sleeper(nn.Module):
@@ -160,7 +154,9 @@ def test_the_model_is_left_as_found():
     modes = [module.training for module in model.modules()]
     state = {key: value.clone() for key, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    cost(model, torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0)), repeats=3)
+    x = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    cost(model, x)
+    latency(model, x, repeats=3)
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())

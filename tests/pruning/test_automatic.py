@@ -15,8 +15,8 @@ from shaver.criteria import score
 from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.likelihoods import Regression
-from shaver.pruning import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain, prune
-from shaver.pruning.automatic import PER_SAMPLE
+from shaver.pruning import DEFAULT_BUDGET, DEFAULT_NATS, prune
+from shaver.pruning.automatic import PER_SAMPLE, weigh
 
 N, D, NOISE = 40, 6, 0.3
 
@@ -47,7 +47,7 @@ def test_the_gain_is_the_exact_change_of_evidence_without_the_weight(problem):
     whole = log_evidence(X, y, delta)
     rest = [[q for q in range(D) if q != p] for p in range(D)]
     exact = torch.stack([whole - log_evidence(X[:, r], y, delta[r]) for r in rest])
-    gain = evidence_gain(model, posterior, ["weight"])["weight"][0]
+    gain = weigh(model, posterior, ["weight"]).gains["weight"][0]
     torch.testing.assert_close(gain, exact, rtol=1e-9, atol=1e-9)
     assert gain.min() < 0 < DEFAULT_NATS < gain.max()
 
@@ -57,12 +57,12 @@ def test_the_gain_is_the_savage_dickey_ratio_of_a_dense_posterior(problem):
     covariance = torch.linalg.inv(X.T @ X / NOISE + torch.diag(delta))
     at_zero = torch.distributions.Normal(model.weight[0].detach(), covariance.diagonal().sqrt()).log_prob(delta * 0)
     prior = torch.distributions.Normal(delta * 0, delta**-0.5).log_prob(delta * 0)
-    torch.testing.assert_close(evidence_gain(model, posterior, ["weight"])["weight"][0], prior - at_zero)
+    torch.testing.assert_close(weigh(model, posterior, ["weight"]).gains["weight"][0], prior - at_zero)
 
 
 def test_auto_removes_what_does_not_pay_and_reports_exactly_what_that_does(problem):
     X, y, delta, model, posterior = problem
-    gain = evidence_gain(model, posterior, ["weight"])["weight"][0]
+    gain = weigh(model, posterior, ["weight"]).gains["weight"][0]
     theta = model.weight[0].detach().clone()
     pruned = prune(model, None, "auto", posterior=posterior, budget=math.inf)
     kept = pruned.masks["weight"][0]
@@ -116,20 +116,20 @@ def test_the_default_threshold_is_s_equal_one_at_the_optimal_prior():
     curvature = estimate(model, [(x, x)], likelihood=Regression(1.0))
     posterior = Posterior(curvature, h, dict(model.named_parameters()))
     torch.testing.assert_close(
-        evidence_gain(model, posterior, ["weight"])["weight"], torch.full((1, 1), DEFAULT_NATS, dtype=torch.float64)
+        weigh(model, posterior, ["weight"]).gains["weight"], torch.full((1, 1), DEFAULT_NATS, dtype=torch.float64)
     )
 
 
 def test_limits_keep_the_best_of_each_layer(problem):
     *_, model, posterior = problem
-    gain = evidence_gain(model, posterior, ["weight"])["weight"][0]
+    gain = weigh(model, posterior, ["weight"]).gains["weight"][0]
     pruned = prune(model, None, "auto", posterior=posterior, nats=1e9, budget=math.inf, minimum=2)
     assert torch.equal(pruned.masks["weight"][0].nonzero().flatten(), gain.topk(2).indices.sort().values)
 
 
 def test_scores_say_which_parameters_and_a_posterior_adds_to_any_report(problem):
     *_, model, posterior = problem
-    gain = evidence_gain(model, posterior, ["weight"])["weight"][0]
+    gain = weigh(model, posterior, ["weight"]).gains["weight"][0]
     pruned = prune(model, score(model, "opd", posterior=posterior), 0.5, posterior=posterior)
     assert pruned.evidence_change == pytest.approx(-float(gain[~pruned.masks["weight"][0]].sum()))
 

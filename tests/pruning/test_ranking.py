@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shaver.pruning import Ranking, masks_at
+from shaver.pruning import Ranking
 from shaver.pruning.ranking import n_of_m, share_out
 
 LEVELS = [0.2, 0.4, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99]
@@ -30,7 +30,7 @@ def test_the_global_mask_is_a_stable_sort_cut_at_the_exact_count(ties):
     scores = scores_of(ties=ties)
     values = np.concatenate([s.numpy().ravel() for s in scores.values()])
     order = np.argsort(values, kind="stable")
-    for level, masks in zip(LEVELS, masks_at(scores, LEVELS), strict=True):
+    for level, masks in zip(LEVELS, map(Ranking(scores).at, LEVELS), strict=True):
         expected = np.ones(len(values), dtype=bool)
         expected[order[: round(level * len(values))]] = False
         assert np.array_equal(flat(masks).numpy(), expected)
@@ -38,7 +38,7 @@ def test_the_global_mask_is_a_stable_sort_cut_at_the_exact_count(ties):
 
 @pytest.mark.parametrize("scope", ["global", "layer"])
 def test_higher_sparsities_keep_a_subset_and_hit_the_total(scope):
-    masks = masks_at(scores_of(ties=True), LEVELS, scope=scope)
+    masks = list(map(Ranking(scores_of(ties=True), scope=scope).at, LEVELS))
     total = masks[0].total
     assert [m.kept for m in masks] == [total - round(level * total) for level in LEVELS]
     if scope == "global":
@@ -47,9 +47,9 @@ def test_higher_sparsities_keep_a_subset_and_hit_the_total(scope):
 
 def test_uniform_takes_the_same_share_of_each_layer():
     scores = {"a": torch.rand(10, 10), "b": torch.rand(20, 10) + 100}
-    (masks,) = masks_at(scores, [0.8], scope="layer")
+    masks = Ranking(scores, scope="layer").at(0.8)
     assert [int(m.sum()) for m in masks.values()] == [20, 40]
-    (masks,) = masks_at(scores, [0.8])
+    masks = Ranking(scores).at(0.8)
     assert [int(m.sum()) for m in masks.values()] == [0, 60]
     kept = scores["b"].flatten()[masks["b"].flatten()]
     assert kept.min() > scores["b"].flatten()[~masks["b"].flatten()].max()
@@ -58,7 +58,7 @@ def test_uniform_takes_the_same_share_of_each_layer():
 @pytest.mark.parametrize("scope", ["global", "layer"])
 def test_caps_and_minima_hold_and_the_rest_falls_elsewhere(scope):
     scores = {"small": torch.rand(10), "large": torch.rand(1000) + 1}
-    (masks,) = masks_at(scores, [0.9], scope=scope, cap=0.95, minimum=4)
+    masks = Ranking(scores, scope=scope, cap=0.95, minimum=4).at(0.9)
     assert int(masks["small"].sum()) == 4
     assert masks.kept == 101
     best = scores["small"].sort(descending=True).values[:4].min()
@@ -67,13 +67,13 @@ def test_caps_and_minima_hold_and_the_rest_falls_elsewhere(scope):
 
 def test_a_cap_protects_by_share():
     scores = {"weak": torch.rand(100), "strong": torch.rand(100) + 1}
-    (masks,) = masks_at(scores, [0.5], cap=0.6)
+    masks = Ranking(scores, cap=0.6).at(0.5)
     assert [int(m.sum()) for m in masks.values()] == [40, 60]
 
 
 def test_what_is_out_of_reach_is_said():
     with pytest.raises(ValueError, match=r"0.95 is out of reach.*at most 0.9"):
-        masks_at({"a": torch.rand(100)}, [0.95], cap=0.9)
+        Ranking({"a": torch.rand(100)}, cap=0.9).at(0.95)
 
 
 def test_infinite_scores_rank_and_protected_ones_are_never_taken_for_them():
@@ -92,25 +92,25 @@ def test_half_precision_and_mixed_types_rank_together():
 @pytest.mark.parametrize("bad", [-0.1, 1.0, 1, True, "high", None, float("nan")])
 def test_sparsity_outside_the_range_is_refused(bad):
     with pytest.raises(ValueError, match=r"in \[0, 1\)"):
-        masks_at({"a": torch.rand(4)}, [bad])
+        Ranking({"a": torch.rand(4)}).at(bad)
 
 
 def test_95_is_not_095():
     with pytest.raises(ValueError, match=r"95 % is 0.95"):
-        masks_at({"a": torch.rand(4)}, [95])
+        Ranking({"a": torch.rand(4)}).at(95)
 
 
 def test_nan_is_named_and_nothing_is_nothing():
     with pytest.raises(ValueError, match="1 scores of 'b' are NaN"):
-        masks_at({"a": torch.rand(2), "b": torch.tensor([1.0, float("nan")])}, [0.5])
+        Ranking({"a": torch.rand(2), "b": torch.tensor([1.0, float("nan")])}).at(0.5)
     with pytest.raises(ValueError, match="no scores"):
-        masks_at({}, [0.5])
+        Ranking({}).at(0.5)
 
 
 @pytest.mark.parametrize(("cap", "minimum"), [(0, 0), (1.5, 0), (1, -1), (1, 0.5)])
 def test_limits_out_of_range(cap, minimum):
     with pytest.raises(ValueError, match=r"cap is|minimum, how many weights each layer keeps, must be an integer"):
-        masks_at({"a": torch.rand(4)}, [0.5], cap=cap, minimum=minimum)
+        Ranking({"a": torch.rand(4)}, cap=cap, minimum=minimum).at(0.5)
 
 
 @settings(max_examples=200, deadline=None)

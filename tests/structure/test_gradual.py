@@ -5,7 +5,7 @@ import torch
 
 import shaver
 from shaver.pruning import OnlinePruner, cubic
-from shaver.structure import Gradual, choose_units, compact_with_report, find_groups, kept_units
+from shaver.structure import ChoiceOptions, Chooser, Gradual, compact_with_report, find_groups, kept_units
 from shaver.structure.costs import Costs
 from tests.structure.known_groups import cnn, fcn
 
@@ -120,7 +120,7 @@ def test_many_cuts_by_the_same_scores_end_where_one_does(seed):
     }
     for progress in (0.3, 0.4, 0.5, 0.6, 0.7):
         pruner.update(scores, progress)
-    once = choose_units(model, groups, scores, 0.85, **how).kept
+    once = Chooser(model, groups, ChoiceOptions(**how)).choose(scores, 0.85).kept
     assert all(torch.equal(pruner.kept[name], once[name]) for name in groups)
 
 

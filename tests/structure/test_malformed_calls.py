@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import shaver
-from shaver.structure import choose_units, export_onnx, find_groups, mask_units, remove_units, score_units
+from shaver.structure import ChoiceOptions, Chooser, export_onnx, find_groups, mask_units, remove_units, score_units
 from shaver.structure.layers import COMPUTED
 
 
@@ -89,7 +89,10 @@ def test_a_wrong_option_of_compact_is_named_and_nothing_changes(options: dict[st
         (lambda m, g: find_groups(m, X, seconds="1"), "seconds must be a number from 0, not '1'"),
         (lambda m, g: find_groups(m, X, kinds=[3]), "unknown kind of group 3|must be"),
         (lambda m, g: find_groups(m, X, forward=lambda model, x: None), "forward returned a NoneType"),
-        (lambda m, g: choose_units(m, g, [1], 0.5), r"one tensor per group, from score_units, not \[1\]"),
+        (
+            lambda m, g: Chooser(m, g, ChoiceOptions()).choose([1], 0.5),
+            r"one tensor per group.*not \[1\]",
+        ),
         (lambda m, g: score_units(m, None), "groups come from"),
         (lambda m, g: remove_units(m, g, None, X), "kept is a dict"),
         (lambda m, g: remove_units(m, g, {"0": [True] * 8}, X), "one truth value for each of its 8 units"),

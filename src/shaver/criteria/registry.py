@@ -17,7 +17,7 @@ NEEDS = ("posterior", "batches", "example")
 _HOW = {
     "posterior": "posterior=… (spam.posterior after training, or one from a curvature estimate)",
     "batches": "batches=… (an iterable of (inputs, targets), such as a DataLoader)",
-    "example": "example=… (one input), or batches=…",
+    "example": "example=… (one input) or batches=… (such as a DataLoader)",
 }
 
 

@@ -40,30 +40,36 @@ def synflow(given: Given, *, example: Any = None, rounds: int = 100, sparsity: f
         rounds: How often the weights are scored. 1 scores once.
         sparsity: The sparsity at the end of the schedule.
     """
-    if rounds < 1 or not 0 <= sparsity < 1:
-        raise ValueError(f"synflow takes rounds ≥ 1 and 0 ≤ sparsity < 1, not rounds={rounds}, sparsity={sparsity}.")
+    shares = kept_shares(rounds, sparsity)
     batch = _as_batch(example) if example is not None else next(iter(given.batches()))
     flow = _Flow(given.model, given.weights, given.forward, _ones(batch))
     with _linear(given.model):
         if rounds == 1:
             return dict(zip(given.weights, flow.scores(None), strict=True))
-        return dict(zip(given.weights, _iterate(flow.scores, rounds, sparsity), strict=True))
+        return dict(zip(given.weights, _iterate(flow.scores, shares), strict=True))
 
 
-def _iterate(scores_of: Callable[[list[Tensor] | None], list[Tensor]], rounds: int, sparsity: float) -> list[Tensor]:
+def kept_shares(rounds: int, sparsity: float) -> list[float]:
+    """The share that is kept after each round k, (1 − ``sparsity``)^(k / rounds)."""
+    if rounds < 1 or not 0 <= sparsity < 1:
+        raise ValueError(f"synflow takes rounds ≥ 1 and 0 ≤ sparsity < 1, not rounds={rounds}, sparsity={sparsity}.")
+    return [(1 - sparsity) ** (k / rounds) for k in range(1, rounds + 1)]
+
+
+def _iterate(scores_of: Callable[[list[Tensor] | None], list[Tensor]], shares: list[float]) -> list[Tensor]:
     """Remove weights round by round. The result ranks the weights by the order of their removal."""
     scores = scores_of(None)
     shapes, device = [s.shape for s in scores], scores[0].device
     total = sum(shape.numel() for shape in shapes)
     alive = np.arange(total)
     ranking = np.empty(total)
-    for k in range(1, rounds + 1):
+    for k, share in enumerate(shares, 1):
         if k > 1:
             mask = torch.zeros(total, dtype=torch.bool)
             mask[torch.from_numpy(alive)] = True
             scores = scores_of(_unflatten(mask.to(device), shapes))
         values = torch.cat([s.flatten().cpu() for s in scores]).numpy()[alive]
-        kept = round(total * (1 - sparsity) ** (k / rounds)) if k < rounds else 0  # the last round ranks the rest
+        kept = round(total * share) if k < len(shares) else 0  # the last round ranks the rest
         removed = lowest(values, len(alive) - kept)
         order = np.argsort(values[removed], kind="stable")
         ranking[alive[removed][order]] = k + np.arange(len(order)) / total

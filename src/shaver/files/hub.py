@@ -4,7 +4,6 @@ Local folders are enough; a hub is contacted only for a name that is not a folde
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,7 @@ FORMAT, VERSION = "shaver.hub", 1
 CONFIG, WEIGHTS, PLAN = "config.json", "model.safetensors", "shaver.json"
 
 
-def write_folder(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    *,
-    card: Card | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Path:
+def write_folder(model: nn.Module, folder: str | os.PathLike[str], *, card: Card | None = None) -> Path:
     """Write a masked or compact network in the format of a hub. :func:`shaver.load` reads it.
 
     Example:
@@ -42,7 +35,6 @@ def write_folder(
         model: The network.
         folder: Created if it does not exist.
         card: The model card. Default: none.
-        config: Entries for ``config.json`` in addition to the model's own.
     """
     check_network(model, "write_folder")
     target = check_folder(folder)
@@ -55,7 +47,7 @@ def write_folder(
     tensors = {name: tensor for name, tensor in state.items() if name not in same}
     plan = {"format": FORMAT, "version": VERSION, **construction(model), "tied": same, "sha256": digest(tensors)}
     save_tensors(target / WEIGHTS, tensors, {"format": "pt"})
-    write_json(target / CONFIG, known | {"library_name": "shaver"} | dict(config or {}))
+    write_json(target / CONFIG, known | {"library_name": "shaver"})
     if card is not None:
         card.write(target)
     write_json(target / PLAN, plan)  # last: a folder with a plan is complete
@@ -82,7 +74,7 @@ def read_hub_folder(source: Path) -> StoredNetwork:
     return StoredNetwork(source, weights, plan.get("network"), removed_from(plan, source))
 
 
-def push(folder: str | os.PathLike[str], name: str, *, private: bool = True, message: str = "Upload") -> str:
+def push(folder: str | os.PathLike[str], name: str, *, private: bool = True) -> str:
     """Upload a folder that :func:`write_folder` wrote to the hub, as ``name`` (``"owner/model"``). Returns its address.
 
     huggingface_hub manages the credentials: ``hf auth login``.
@@ -93,13 +85,13 @@ def push(folder: str | os.PathLike[str], name: str, *, private: bool = True, mes
         )
     api = _hub().HfApi()
     address = str(api.create_repo(name, private=private, exist_ok=True))
-    api.upload_folder(folder_path=str(folder), repo_id=name, commit_message=message)
+    api.upload_folder(folder_path=str(folder), repo_id=name)
     return address
 
 
-def pull(name: str, factory: Factory | None = None, *, revision: str | None = None) -> nn.Module:
+def pull(name: str, factory: Factory | None = None) -> nn.Module:
     """Load a network from the hub, or from a local folder if ``name`` is one."""
-    folder = name if Path(name).is_dir() else _hub().snapshot_download(name, revision=revision)
+    folder = name if Path(name).is_dir() else _hub().snapshot_download(name)
     return read_hub_folder(Path(folder)).rebuild(factory)
 
 

@@ -36,7 +36,6 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
             LightningModule itself, for a ``training_step`` that calls ``self(x)``.
         data_size: N, the number of training samples; None means the length of the training loader's data set.
         total_steps: Number of optimizer steps in training; None means the Trainer's estimate.
-        log: Log evidence, effective parameters and the other statistics under ``spam/`` at the end of every epoch.
         options: Everything else :class:`shaver.SpaM` takes: ``prior="unit"``, ``source="ef"``, ``likelihood=…``.
 
     Attributes:
@@ -49,7 +48,6 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
         *,
         data_size: int | None = None,
         total_steps: int | None = None,
-        log: bool = True,
         **options: Any,
     ) -> None:
         if options.get("structure", "diag") != "diag" or options.get("online") is False:
@@ -57,7 +55,7 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
                 "the callback learns online, during the training steps; for structure='kron' or online=False use "
                 "shaver.SpaM in your own loop, or shaver.fit."
             )
-        self.module, self.data_size, self.total_steps, self.log = module, data_size, total_steps, log
+        self.module, self.data_size, self.total_steps = module, data_size, total_steps
         self.options = options
         self.spam: SpaM | None = None
         self._waiting: dict[str, Any] | None = None  # the state of a checkpoint, until there is a SpaM to load it
@@ -106,9 +104,7 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log SpaM's statistics."""
-        spam = self._at_work()
-        if self.log:
-            pl_module.log_dict({f"spam/{name}": value for name, value in spam.statistics().items()})
+        pl_module.log_dict({f"spam/{name}": value for name, value in self._at_work().statistics().items()})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the hooks; the posterior stays available."""

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from shaver.criteria.order import best_of_each
 from shaver.integrations.block_moments import Stage, StageMoments, find_stages, is_layer, matrix, stage_moments
 from shaver.integrations.block_units import BlockUnits, Widths, find_widths, shrink
 from shaver.integrations.causal_blocks import BlockChain, find_blocks
@@ -22,6 +23,7 @@ from shaver.measure.evaluating import evaluating
 from shaver.naming import check_name
 from shaver.pruning.ranking import check_sparsity
 from shaver.repairing.conditional import conjugate_gradients
+from shaver.repairing.damage import DAMPING
 from shaver.repairing.sweep import inverse_factor, sweep
 
 Criterion = Literal["opd", "wanda", "magnitude"]
@@ -61,7 +63,7 @@ class OneShot:
     units: bool = False
     layers: bool = False
     repair: bool = True
-    damping: float = 0.01
+    damping: float = DAMPING
     dense_target: bool = False
 
     def __post_init__(self) -> None:
@@ -288,9 +290,7 @@ def _solved(mean: Tensor, target: Tensor, second: Tensor, ridge: float, settings
     """The weights of one matrix after the removal, and which are kept; ``mean`` solves for ``target`` before it."""
     damping = torch.full_like(second[0], ridge)
     if settings.repair and settings.criterion == "opd":
-        start, kept = sweep(
-            mean, second, sparsity=settings.sparsity, pattern=settings.pattern, damping=damping, refined=False
-        )
+        start, kept = sweep(mean, second, sparsity=settings.sparsity, pattern=settings.pattern, damping=damping)
     else:
         kept = choose(scores(mean, second, ridge, settings.criterion), settings)
         start = mean
@@ -310,13 +310,7 @@ def scores(weight: Tensor, second: Tensor, ridge: float, criterion: Criterion) -
 def choose(ranked: Tensor, settings: OneShot) -> Tensor:
     """What is kept: N of every M in a row, or the best of the matrix (magnitude) or of each row."""
     if settings.pattern is not None:
-        n, m = settings.pattern
-        kept = torch.zeros_like(ranked, dtype=torch.bool)
-        for start in range(0, ranked.shape[1], m):
-            part = ranked[:, start : start + m]
-            best = part.topk(-(-part.shape[1] * n // m), 1).indices  # the last group may be shorter
-            kept[:, start : start + m].scatter_(1, best, True)
-        return kept
+        return best_of_each(ranked, *settings.pattern)
     assert settings.sparsity is not None
     rows = ranked.reshape(1, -1) if settings.criterion == "magnitude" else ranked
     count = round(settings.sparsity * rows.shape[1])

@@ -26,8 +26,8 @@ except ImportError as error:
 LEAST = 0.01
 
 
-def zero_masks(model: nn.Module, least: float = LEAST) -> Masks:
-    """Masks of the nonzero weights, for linear layers in which at least the share ``least`` of the weights is zero.
+def zero_masks(model: nn.Module) -> Masks:
+    """Masks of the nonzero weights, for linear layers in which at least 1 % of the weights are zero.
 
     Raises:
         ValueError: There are no such matrices.
@@ -36,11 +36,11 @@ def zero_masks(model: nn.Module, least: float = LEAST) -> Masks:
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) or is_transposed_linear(module):
             kept = module.weight.detach() != 0  # type: ignore[operator]
-            if float((~kept).float().mean()) >= least:
+            if float((~kept).float().mean()) >= LEAST:
                 found[f"{path}.weight" if path else "weight"] = kept
     if not found:
         raise ValueError(
-            f"no weight matrix of {type(model).__name__} has {least:.0%} of zeros or more: prune it first, or leave "
+            f"no weight matrix of {type(model).__name__} has {LEAST:.0%} of zeros or more: prune it first, or leave "
             "this out."
         )
     return Masks(found)
@@ -51,20 +51,16 @@ class KeepZeros(TrainerCallback):  # type: ignore[misc]
 
     Weights that are zero when training begins stay zero, also against momentum and weight decay. If the model has
     low-rank adapters, :func:`hold_adapters` is called too.
-
-    Args:
-        masks: Which weights are kept. Default: those that are not zero.
     """
 
-    def __init__(self, masks: Masks | None = None) -> None:
-        self.masks = masks
+    def __init__(self) -> None:
         self._hold: Hold | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **known: Any
     ) -> None:
         """Hold the masks of all weights that are trained."""
-        masks = zero_masks(model) if self.masks is None else self.masks
+        masks = zero_masks(model)
         if any(_is_adapted(module) for module in model.modules()):
             hold_adapters(model)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -41,8 +41,8 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         data_size: N, the number of training samples; None means the length of the training data set.
         total_steps: Number of optimizer steps in training; None means the Trainer's estimate.
-        log: Add log evidence, effective parameters and the other statistics to the Trainer's log, under ``spam/``.
-        logger: Receives the same numbers: anything with ``log(dict, step)``, such as the run of a tracker.
+        logger: Receives log evidence, effective parameters and the other statistics, which are also in the Trainer's
+            log under ``spam/``: anything with ``log(dict, step)``, such as the run of a tracker.
         settings: How δ is learned. The default preserves pretrained weights. When you train from scratch, pass
             ``settings=shaver.settings.Settings()``, which prunes further.
         options: Everything else :class:`shaver.SpaM` takes: ``prior="unit"``, ``source="ef"``, ``update=100``.
@@ -56,7 +56,6 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
         *,
         data_size: int | None = None,
         total_steps: int | None = None,
-        log: bool = True,
         logger: Any = None,
         settings: Settings = FINE_TUNING,
         **options: Any,
@@ -68,7 +67,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
             )
         self.data_size, self.total_steps, self.options = data_size, total_steps, options
         self.settings = settings
-        self.log, self.logger = log, logger
+        self.logger = logger
         self.spam: SpaM | None = None
         self._handles: list[RemovableHandle] = []
         self._steps = 0
@@ -118,7 +117,7 @@ class SpaMCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **known: Any) -> None:
         """Add SpaM's statistics to the Trainer's log."""
-        if self.log and self.spam is not None and state.log_history and "loss" in state.log_history[-1]:
+        if self.spam is not None and state.log_history and "loss" in state.log_history[-1]:
             found = {f"spam/{name}": value for name, value in self.spam.statistics().items()}
             state.log_history[-1].update(found)
             if logs is not None:

@@ -1,7 +1,7 @@
 """Cost of a network: parameters, bytes, FLOPs, time and memory; and its quality and cost together."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,10 +11,9 @@ from shaver.batches import check_values, naming_inputs
 from shaver.likelihoods import Likelihood
 from shaver.measure.example import Example
 from shaver.measure.flops import flops
-from shaver.measure.latency import Latency, latency
+from shaver.measure.latency import latency
 from shaver.measure.memory import peak_memory
 from shaver.measure.quality import quality
-from shaver.naming import check_flags
 
 #: The batch sizes at which latency is measured.
 BATCH_SIZES = (1, 128)
@@ -33,7 +32,6 @@ class Cost:
         flops: FLOPs per sample, 2 per multiply-add; :mod:`shaver.measure.flops` lists what is counted.
         flops_sparse: FLOPs per sample with a non-zero weight. On usual hardware zeros in a dense network save no time.
         peak_memory: Largest number of bytes in use during a call with the example; see :mod:`shaver.measure.memory`.
-        latency: Batch size → measured time per call on one thread; empty if it was not measured.
     """
 
     parameters: int
@@ -43,32 +41,20 @@ class Cost:
     flops: int
     flops_sparse: int
     peak_memory: int
-    latency: Mapping[int, Latency] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, float]:
-        """One flat row: ``latency_1`` and ``latency_1_spread`` in seconds, and so on."""
-        row: dict[str, float] = {name: value for name, value in vars(self).items() if name != "latency"}
-        for size, time in self.latency.items():
-            row |= {f"latency_{size}": time.median, f"latency_{size}_spread": time.spread}
-        return row
 
 
-def cost(model: nn.Module, example: Example, *, latency: bool = True, repeats: int = 30, seconds: float = 3.0) -> Cost:
-    """Measure the cost of a network.
+def cost(model: nn.Module, example: Example) -> Cost:
+    """Measure the cost of a network; :func:`shaver.measure.latency` measures its time.
 
     Example:
-        >>> cost(shaver.zoo.build("lenet"), torch.zeros(1, 1, 28, 28), latency=False)
+        >>> cost(shaver.zoo.build("lenet"), torch.zeros(1, 1, 28, 28))
         Cost(parameters=60170, nonzeros=60170, bytes_dense=240680, bytes_sparse=240680, flops=463440, ...)
 
     Args:
         model: The network. Weights, modes and random state do not change.
         example: Inputs of at least one sample: a tensor, a tuple of positional or a dict of keyword arguments.
-        latency: Whether to measure the time per call, for batches of 1 and of 128 samples.
-        repeats: Maximum number of timed calls per batch size.
-        seconds: Maximum number of seconds per batch size.
     """
     check_values(model, "cost")
-    check_flags(latency=latency)
     with naming_inputs(model, tree_leaves(example)):
         counted = flops(model, example)
     return Cost(
@@ -76,7 +62,6 @@ def cost(model: nn.Module, example: Example, *, latency: bool = True, repeats: i
         flops=counted.dense,
         flops_sparse=counted.sparse,
         peak_memory=peak_memory(model, example),
-        latency=_latencies(model, example, repeats, seconds) if latency else {},
     )
 
 
@@ -124,10 +109,6 @@ def _size(model: nn.Module) -> dict[str, int]:
         "bytes_dense": sum(map(_bytes, [*parameters, *buffers])),
         "bytes_sparse": sum(map(_sparse_bytes, parameters)) + sum(map(_bytes, buffers)),
     }
-
-
-def _latencies(model: nn.Module, example: Example, repeats: int, seconds: float) -> dict[int, Latency]:
-    return {size: latency(model, example, batch_size=size, repeats=repeats, seconds=seconds) for size in BATCH_SIZES}
 
 
 def _saved_buffers(model: nn.Module) -> list[Tensor]:

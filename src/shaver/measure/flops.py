@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from shaver.batches import tensors_in
 from shaver.measure.evaluating import evaluating
 from shaver.measure.example import Example, call, resize
 
@@ -85,8 +85,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dense, sparse = rule(self.is_weight, result, *args)
             self.dense += 2 * dense
             self.sparse += 2 * sparse
-        inputs = _tensors((args, kwargs or {}))
-        outputs = {_key(tensor): tensor for tensor in _tensors(result)}
+        inputs = tensors_in((args, kwargs or {}))
+        outputs = {_key(tensor): tensor for tensor in tensors_in(result)}
         if inputs and all(map(self.is_weight, inputs)):
             self.weights |= outputs
         elif inputs:  # activations written into a weight's storage, as in a cache, make it an activation
@@ -96,10 +96,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_weight(self, tensor: Tensor) -> bool:
         return _key(tensor) in self.weights
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _key(tensor: Tensor) -> int:

@@ -1,10 +1,10 @@
 """Pruning: from scores to masks, masks that hold during training, and inference with only the kept weights."""
 
-from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS, evidence_gain
+from shaver.pruning.automatic import DEFAULT_BUDGET, DEFAULT_NATS
 from shaver.pruning.masks import Hold, Masks
 from shaver.pruning.online import Online, OnlinePruner, Schedule, cubic, linear
 from shaver.pruning.pruned import Pruned, PrunedLayer, prune
-from shaver.pruning.ranking import Ranking, masks_at
+from shaver.pruning.ranking import Ranking
 from shaver.pruning.sparse import SparseInference, SparseLayer, sparse_inference
 
 __all__ = [
@@ -21,9 +21,7 @@ __all__ = [
     "SparseInference",
     "SparseLayer",
     "cubic",
-    "evidence_gain",
     "linear",
-    "masks_at",
     "prune",
     "sparse_inference",
 ]

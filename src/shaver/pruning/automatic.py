@@ -108,10 +108,5 @@ def weigh(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) -> W
     return Worth(gains, rises, determined, getattr(posterior.curvature, "data_size", None))
 
 
-def evidence_gain(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) -> dict[str, Tensor]:
-    """G = ½ [S − log(P/δ)] of each weight: the log evidence gained by keeping it, in nats. See :func:`weigh`."""
-    return dict(weigh(model, posterior, names).gains)
-
-
 def _sum_of_removed(values: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> float:
     return sum(float(values[name].double().masked_fill(masks[name], 0).sum()) for name in values)

@@ -1,14 +1,14 @@
 """From scores to masks: one sort, any number of sparsities, exact counts."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shaver.criteria.order import lowest
+from shaver.criteria.order import best_of_each, lowest
 from shaver.naming import check_count
 from shaver.pruning.masks import Masks
 
@@ -17,6 +17,11 @@ _Array = NDArray[np.floating]
 
 class Ranking:
     """The order in which weights are removed; gives masks at any sparsity.
+
+    Example:
+        >>> ranking = Ranking({"weight": torch.arange(10.0)})
+        >>> [ranking.at(sparsity).kept for sparsity in (0.2, 0.5, 0.9)]
+        [8, 5, 1]
 
     Weights with equal scores are removed in the order of their position: earlier parameters first, then earlier
     entries. So the weights kept at a higher sparsity are a subset of those kept at a lower one.
@@ -90,34 +95,6 @@ class Ranking:
         )
 
 
-def masks_at(
-    scores: Mapping[str, Tensor],
-    sparsities: Iterable[float],
-    *,
-    scope: str = "global",
-    cap: float = 1.0,
-    minimum: int = 0,
-) -> list[Masks]:
-    """Masks at many sparsities from one sort. The model is not needed.
-
-    Example:
-        >>> [m.kept for m in masks_at({"weight": torch.arange(10.0)}, [0.2, 0.5, 0.9])]
-        [8, 5, 1]
-
-    Args:
-        scores: From :func:`shaver.score`.
-        sparsities: Shares to remove, each in [0, 1).
-        scope: ``"global"`` or ``"layer"``.
-        cap: See :class:`Ranking`.
-        minimum: See :class:`Ranking`.
-    """
-    if not isinstance(sparsities, Iterable) or isinstance(sparsities, str):
-        raise TypeError(f"sparsities are a list of shares, such as [0.5, 0.9], not {sparsities!r}.")
-    levels = [check_sparsity(sparsity) for sparsity in sparsities]
-    ranking = Ranking(scores, scope=scope, cap=cap, minimum=minimum)
-    return [ranking.at(level) for level in levels]
-
-
 def n_of_m(scores: Mapping[str, Tensor], kept: int, of: int, input_dims: Mapping[str, int]) -> Masks:
     """Keep the ``kept`` best of every ``of`` consecutive weights along the input dimension.
 
@@ -127,18 +104,8 @@ def n_of_m(scores: Mapping[str, Tensor], kept: int, of: int, input_dims: Mapping
     check_scores(scores)
     masks = {}
     for name, values in scores.items():
-        rows = values.movedim(input_dims[name], -1)
-        width = rows.shape[-1]
-        pieces = []
-        for start, stop, group in ((0, width - width % of, of), (width - width % of, width, width % of)):
-            if group == 0 or start == stop:
-                continue
-            piece = rows[..., start:stop].reshape(*rows.shape[:-1], -1, group)
-            drop = group - math.ceil(group * kept / of)
-            removed = piece.argsort(dim=-1, stable=True)[..., :drop]
-            keep = torch.ones_like(piece, dtype=torch.bool).scatter_(-1, removed, False)
-            pieces.append(keep.reshape(*rows.shape[:-1], stop - start))
-        masks[name] = torch.cat(pieces, -1).movedim(-1, input_dims[name]).contiguous()
+        best = best_of_each(values.movedim(input_dims[name], -1), kept, of)
+        masks[name] = best.movedim(-1, input_dims[name]).contiguous()
     return Masks(masks)
 
 

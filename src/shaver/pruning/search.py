@@ -12,6 +12,8 @@ from shaver.naming import check_number
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking
 
+#: The share of weights at which the bisection ends.
+TOLERANCE = 0.001
 #: Quality of a model, higher is better.
 Quality = Callable[[nn.Module], float]
 
@@ -52,7 +54,6 @@ def highest_sparsity(
     *,
     max_drop: float,
     limit: float,
-    tolerance: float = 0.001,
 ) -> tuple[Masks, float, float]:
     """Bisect for the highest sparsity up to ``limit`` whose quality is at most ``max_drop`` below the dense network's.
 
@@ -80,7 +81,7 @@ def highest_sparsity(
     low, high = 0, min(total - 1, round(min(limit, ranking.limit) * total))
     if within(high):
         return best, before, best_quality
-    while high - low > max(1, round(tolerance * total)):
+    while high - low > max(1, round(TOLERANCE * total)):
         middle = (low + high) // 2
         low, high = (middle, high) if within(middle) else (low, middle)
     return best, before, best_quality

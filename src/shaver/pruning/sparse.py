@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from shaver.batches import check_network, naming_inputs
+from shaver.batches import check_network, naming_inputs, tensors_in
 from shaver.measure.evaluating import evaluating
+from shaver.measure.example import Example, call
 from shaver.naming import check_count, check_number, shown
 
 #: These modules read the weights of their layers without calling the layers, so a replaced layer would not work.
@@ -160,12 +160,11 @@ def sparse_inference(
     check_count("repeats", repeats)
     check_number("from_sparsity", from_sparsity, least=0, most=1)
     check_number("tolerance", tolerance, least=0)
-    if not any(isinstance(value, Tensor) for value in tree_leaves(example)):
+    if not tensors_in(example):
         kinds = "an input, a tuple of inputs or a dict"
         raise TypeError(f"sparse_inference is timed on an example: {kinds}, not {shown(example)}.")
-    inputs, call = _caller(example)
-    with naming_inputs(model, inputs), evaluating(model):
-        received = _inputs_of_candidates(model, call, from_sparsity)
+    with naming_inputs(model, tensors_in(example)), evaluating(model):
+        received = _inputs_of_candidates(model, example, from_sparsity)
         fast = _shared_copy(model).eval()
         rows = []
         for name, layer_input in received.items():
@@ -178,17 +177,15 @@ def sparse_inference(
                     if module is layer:
                         _replace(fast, alias, sparse)
             rows.append(SparseLayer(name, _sparsity(layer), dense_seconds, sparse_seconds, swapped))
-        before, after = _outputs(call(model)), _outputs(call(fast))
+        before, after = (_outputs(call(network, example)) for network in (model, fast))
         off = float((before - after).abs().max() / before.abs().max().clamp_min(1)) if before.numel() else 0.0
         if not off <= tolerance:
             raise RuntimeError(f"sparse outputs differ from dense ones by {off:.2g}, more than {tolerance:g}.")
-        dense_seconds, sparse_seconds = _race(lambda: call(model), lambda: call(fast), repeats)
+        dense_seconds, sparse_seconds = _race(partial(call, model, example), partial(call, fast, example), repeats)
     return SparseInference(fast, tuple(rows), dense_seconds, sparse_seconds)
 
 
-def _inputs_of_candidates(
-    model: nn.Module, call: Callable[[nn.Module], Any], from_sparsity: float
-) -> dict[str, Tensor]:
+def _inputs_of_candidates(model: nn.Module, example: Example, from_sparsity: float) -> dict[str, Tensor]:
     """The inputs of each sufficiently sparse layer in one forward pass."""
     closed = {id(child) for module in model.modules() if isinstance(module, _CLOSED) for child in module.modules()}
     inputs: dict[str, Tensor] = {}
@@ -203,7 +200,7 @@ def _inputs_of_candidates(
 
             handles.append(module.register_forward_pre_hook(hook))
     try:
-        call(model)
+        call(model, example)
     finally:
         for handle in handles:
             handle.remove()
@@ -269,14 +266,6 @@ def _race(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> 
             if turn:  # the first turn is a warm-up
                 record.append(time.perf_counter() - start)
     return median(times[0]), median(times[1])
-
-
-def _caller(example: Any) -> tuple[list[Any], Callable[[nn.Module], Any]]:
-    """The inputs of an example, and a function that calls a network with them."""
-    if isinstance(example, Mapping):
-        return list(example.values()), lambda model: model(**example)
-    inputs = list(example) if isinstance(example, tuple | list) else [example]
-    return inputs, lambda model: model(*inputs)
 
 
 def _outputs(outputs: Any) -> Tensor:

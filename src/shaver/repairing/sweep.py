@@ -6,32 +6,28 @@ With P = A + Λ, the weights to the right of column j have the precision P_{j:}.
 
 All rows share the inverses: P⁻¹ = UᵀU with an upper triangular U gives [P_{j:}⁻¹]_j = U_jj U_j. This is the order of
 SparseGPT (Frantar and Alistarh, 2023). Columns to the left of j no longer move. The result is therefore the exact
-conditional mean where every row loses its leftmost columns, and an approximation otherwise: conjugate gradients then
-find the exact one for the chosen weights.
+conditional mean where every row loses its leftmost columns, and an approximation otherwise: conjugate gradients
+(:func:`shaver.repairing.conditional.conjugate_gradients`) find the exact one for the chosen weights. On correlated
+inputs of 1,024 dimensions at 50 and 80 %, the squared error of the sweep alone was 1.5 and 1.7 times as large.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
-from shaver.repairing.conditional import conjugate_gradients
+from shaver.criteria.order import best_of_each
+from shaver.repairing.damage import DAMPING
 
 #: Columns whose later columns are updated at once.
 BLOCK = 128
-#: Damping as a share of the mean squared input.
-DAMPING = 0.01
 
 
 def sweep(
     weight: Tensor,
     moment: Tensor,
     *,
-    mask: Tensor | None = None,
     sparsity: float | None = None,
     pattern: tuple[int, int] | None = None,
     damping: float | Tensor = DAMPING,
-    refined: bool = True,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """Remove weights column by column and let the columns to the right make up for them.
@@ -48,28 +44,24 @@ def sweep(
     Args:
         weight: ``(rows, inputs)``; not changed.
         moment: Second moment A of the inputs, ``(inputs, inputs)``, of any scale. It may be singular.
-        mask: Which weights are kept.
         sparsity: The share of weights that is removed from each block of columns: those of the lowest cost.
         pattern: ``(n, m)`` keeps the n weights of the highest cost of every m neighbours in a row.
         damping: A number is a share of the mean squared input. A tensor is Λ itself, one entry per input.
-        refined: Move all kept weights to their conditional mean after the sweep. Without it, the result is SparseGPT's.
-            On correlated inputs of 1,024 dimensions at 50 and 80 %, its squared error was 1.5 and 1.7 times as large.
         block: Columns per block.
 
     Returns:
         The weight in its own dtype, and which weights are kept.
 
     Raises:
-        ValueError: Not exactly one of ``mask``, ``sparsity`` and ``pattern`` is given, shapes do not fit, or the moment
+        ValueError: Not exactly one of ``sparsity`` and ``pattern`` is given, shapes do not fit, or the moment
             is not finite or has a negative eigenvalue.
     """
-    choice = _Choice(weight, mask, sparsity, pattern)
+    choice = _Selection(weight, sparsity, pattern)
     if moment.ndim == 2 and len(moment) == moment.shape[1] != weight.shape[1]:
         raise ValueError(f"the weight has {weight.shape[1]} inputs, and the moment has {len(moment)}.")
     upper = inverse_factor(moment, damping, _wide(weight, moment))
     result = weight.to(upper.dtype, copy=True)
-    kept = torch.ones_like(weight, dtype=torch.bool) if mask is None else mask
-    kept = kept.clone()
+    kept = torch.ones_like(weight, dtype=torch.bool)
     width = block if pattern is None else max(pattern[1], block - block % pattern[1])
     for start in range(0, weight.shape[1], width):
         stop = min(start + width, weight.shape[1])
@@ -86,36 +78,24 @@ def sweep(
             part[:, column].masked_fill_(removed, 0)
             errors[:, column] = error
         result[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-    if refined:
-        wide, second = weight.to(upper.dtype), moment.to(upper.dtype)
-        ridge = _ridge(moment, damping).to(upper.dtype)
-        result = conjugate_gradients(second, wide @ second + ridge * wide, kept, result, ridge)
     return result.to(weight.dtype), kept
 
 
-class _Choice:
+class _Selection:
     """Which weights a sweep keeps, decided when it comes to their columns."""
 
-    def __init__(
-        self, weight: Tensor, mask: Tensor | None, sparsity: float | None, pattern: tuple[int, int] | None
-    ) -> None:
-        given = {"mask": mask, "sparsity": sparsity, "pattern": pattern}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) != 1:
-            raise ValueError(f"give one of mask, sparsity and pattern, not {' and '.join(named) or 'none of them'}.")
-        if mask is not None and mask.shape != weight.shape:
-            raise ValueError(f"the mask has shape {tuple(mask.shape)}, the weight {tuple(weight.shape)}.")
+    def __init__(self, weight: Tensor, sparsity: float | None, pattern: tuple[int, int] | None) -> None:
+        if (sparsity is None) == (pattern is None):
+            raise ValueError(f"give one of sparsity and pattern, not {'none' if sparsity is None else 'both'} of them.")
         if sparsity is not None and not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity is a share from 0 to 1, not {sparsity!r}.")
         if pattern is not None and not 0 < pattern[0] <= pattern[1]:
             raise ValueError(f"pattern is (n, m) with 0 < n <= m, such as (2, 4), not {pattern!r}.")
-        self._mask, self._sparsity, self._pattern = mask, sparsity, pattern
+        self._sparsity, self._pattern = sparsity, pattern
         self._rows, self._removed = len(weight), 0
 
     def is_due(self, place: int, start: int) -> bool:
         """Whether columns from ``place`` on are chosen now; ``start`` is the first column of the block."""
-        if self._mask is not None:
-            return False
         return place == start if self._pattern is None else place % self._pattern[1] == 0
 
     def span(self, width: int) -> int:
@@ -126,8 +106,7 @@ class _Choice:
         """What is kept of the columns before ``stop``, from θ_j / U_jj."""
         costs = scaled.square()
         if self._pattern is not None:
-            n = math.ceil(costs.shape[1] * self._pattern[0] / self._pattern[1])  # the last group may be shorter
-            return torch.zeros_like(costs, dtype=torch.bool).scatter_(1, costs.topk(n, 1).indices, True)
+            return best_of_each(costs, *self._pattern)
         assert self._sparsity is not None
         count = round(self._sparsity * self._rows * stop) - self._removed
         self._removed += count

@@ -1,6 +1,6 @@
 """Structured pruning: groups of coupled units, their scores, and the smaller dense network."""
 
-from shaver.structure.choice import Choice, ChoiceOptions, Chooser, choose_units
+from shaver.structure.choice import Choice, ChoiceOptions, Chooser
 from shaver.structure.compaction import CompactReport, compact, compact_with_report
 from shaver.structure.damage import unit_damage
 from shaver.structure.export import export_onnx
@@ -24,7 +24,6 @@ __all__ = [
     "Removal",
     "RemovalRecord",
     "Slice",
-    "choose_units",
     "compact",
     "compact_with_report",
     "export_onnx",

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from shaver.structure.costs import TARGETS, Costs
 from shaver.structure.groups import Group, Groups, Kept, check_groups
 
 SPREADS = ("uniform", "global")
-NORMALISATIONS = ("mean", "norm", "price", "none")
+NORMALISATIONS = ("mean", "price", "none")
 _PRICED = ("parameters", "flops")
 
 
@@ -60,16 +59,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """How units are chosen: the settings of :func:`choose_units`.
+    """How units are chosen: the settings of a :class:`Chooser`.
 
     Attributes:
         target: What the sparsity is a share of: ``"units"``, ``"parameters"``, ``"flops"`` or ``"latency"``.
         spread: ``"uniform"`` removes the same share of each group, as in the paper; ``"global"`` ranks the units of
             all groups together, so that each group can have its own width.
         normalise: What makes scores of different groups comparable under ``"global"``. ``"mean"`` divides by the mean
-            of the group, ``"norm"`` by the root of its summed squares, ``"price"`` by the parameters or FLOPs that a
-            unit of the group costs; ``"none"`` leaves scores as they are, which suits OPD: it is in nats everywhere.
-            ``None`` is the price where the target has one, else the mean.
+            of the group, ``"price"`` by the parameters or FLOPs that a unit of the group costs; ``"none"`` leaves
+            scores as they are, which suits OPD: it is in nats everywhere. ``None`` is the price where the
+            target has one, else the mean.
         round_to: Widths are rounded up to multiples of this where the group is wide enough, for fast hardware kernels.
             A head of 64 features is a multiple of 8 already.
         min_units: Each group keeps at least this many units, or all it has.
@@ -96,6 +95,15 @@ class ChoiceOptions:
 
 class Chooser:
     """Chooses units of one network, any number of times; costs measured for one choice are reused by the next.
+
+    Example:
+        >>> scores = score_units(model, groups, "opd", posterior=spam.posterior)
+        >>> choice = Chooser(model, groups, ChoiceOptions(target="flops"), example=x).choose(scores, 0.8)
+        >>> choice.achieved, choice.widths["conv1"]         # (0.8041, (6, 3))
+
+    A target of units is met to the nearest whole unit. For parameters, FLOPs and latency, bisection finds the fewest
+    units whose removal saves at least the share asked for; every cost is that of a network of these widths. Where
+    widths are free, the best of the removed units then come back as long as that share allows.
 
     Args:
         model: The network; not changed.
@@ -221,7 +229,7 @@ class Chooser:
         if kind == "price":
             assert self._costs is not None
             return max(self._costs.price(name), 1.0)
-        scale = float(standing.abs().mean() if kind == "mean" else standing.norm())
+        scale = float(standing.abs().mean())
         return scale if scale > 0 and math.isfinite(scale) else 1.0
 
     def _rounded(self, kept: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -236,40 +244,6 @@ class Chooser:
         return {
             name: Ranking({name: values[name]}).removing(len(keep) - widths[name])[name] for name, keep in kept.items()
         }
-
-
-def choose_units(
-    model: nn.Module,
-    groups: Groups,
-    scores: Mapping[str, Tensor],
-    sparsity: float = 0.8,
-    *,
-    example: Example | None = None,
-    **options: Any,
-) -> Choice:
-    """Choose the units to keep. The network does not change.
-
-    Example:
-        >>> scores = score_units(model, groups, "opd", posterior=spam.posterior)
-        >>> choice = choose_units(model, groups, scores, 0.8, target="flops", example=x)
-        >>> choice.achieved, choice.widths["conv1"]         # (0.8041, (6, 3))
-
-    A target of units is met to the nearest whole unit. For parameters, FLOPs and latency, bisection finds the fewest
-    units whose removal saves at least the share asked for; every cost is that of a network of these widths. Where
-    widths are free, the best of the removed units then come back as long as that share allows.
-
-    Args:
-        model: The network; not changed.
-        groups: Its groups.
-        scores: Group → one score per unit, from :func:`score_units`; the lowest are removed first, ties by position.
-        sparsity: The share of the target to remove, in [0, 1).
-        example: An input, for a target of FLOPs or latency.
-        **options: Of :class:`ChoiceOptions`: ``target``, ``spread``, ``normalise``, ``round_to``, ``min_units``.
-
-    Raises:
-        ValueError: An option is out of range, scores do not fit the groups, or the target is out of reach.
-    """
-    return Chooser(model, groups, ChoiceOptions(**options), example).choose(scores, sparsity)
 
 
 def _step(group: Group, round_to: int) -> int:

@@ -186,7 +186,7 @@ def compact_with_report(
             scoring = {"forward": forward} | scoring
         scores = score_units(model, groups, criterion, posterior=posterior, batches=batches, **scoring)
         choice = Chooser(model, groups, options, example, ties).choose(scores, sparsity)
-    before = cost(model, example, latency=False)
+    before = cost(model, example)
     remove = partial(
         remove_units,
         groups=groups,
@@ -206,7 +206,7 @@ def compact_with_report(
             report = replace(report, joint=joint)
         if in_place:
             small = _put(model, whole, small, partial(remove, **states))
-    return CompactReport(small, groups, choice, before, cost(small, example, latency=False), report)
+    return CompactReport(small, groups, choice, before, cost(small, example), report)
 
 
 compact = _network_alone(compact_with_report)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_unflatten
 
-from shaver.batches import LABELS, Forward
+from shaver.batches import LABELS, Forward, tensors_in
 from shaver.curvature.capture import copied, undisturbed
 
 #: Samples of a drawn batch, and the length that a dimension of size 1 is given.
@@ -24,7 +24,7 @@ def check_example(example: object, forward: Forward | None = None) -> Any:
     """An example as the network is called with it; a mapping becomes a dict."""
     if forward is not None and not callable(forward):
         raise TypeError(f"forward must be a function forward(model, batch), not {forward!r}.")
-    for value in _tensors(dict(example) if isinstance(example, Mapping) else example):
+    for value in tensors_in(dict(example) if isinstance(example, Mapping) else example):
         if value.layout != torch.strided or value.is_meta:
             what = "on the meta device" if value.is_meta else "sparse"
             raise TypeError(f"an example of shape {tuple(value.shape)} is {what}; pass ordinary tensors.")
@@ -41,7 +41,7 @@ def check_example(example: object, forward: Forward | None = None) -> Any:
 
 def short(example: Any, samples: int = _SAMPLES) -> Any:
     """The example with another number of samples, cyclically; entries of another length stay as they are."""
-    size = next((len(value) for value in _tensors(example) if value.ndim), 0)
+    size = next((len(value) for value in tensors_in(example) if value.ndim), 0)
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != size or not size:
@@ -84,7 +84,7 @@ class VariedInputs:
         Attention on one vector per sample has one position, and its weights depend on nothing. Two lengths must run:
         one alone may be taken for the number of channels.
         """
-        most = max((value.ndim for value in _tensors(self._base)), default=0)
+        most = max((value.ndim for value in tensors_in(self._base)), default=0)
         if not 0 < most < 3:
             return []
         base, found = self._base, None
@@ -114,7 +114,7 @@ class VariedInputs:
                 result = self._forward(self._model, copied(batch))
         except Exception:  # whatever the user's network raises
             return None
-        return all(bool(value.isfinite().all()) for value in _tensors(result) if value.is_floating_point())
+        return all(bool(value.isfinite().all()) for value in tensors_in(result) if value.is_floating_point())
 
     def _embeddings(self, example: Any) -> dict[str, int]:
         """Path of an integer tensor → the number of rows of the smallest embedding that reads it."""
@@ -142,9 +142,9 @@ class VariedInputs:
     def _larger(self, example: Any) -> Iterator[Any]:
         """The example with more samples, then also with each dimension of size 1 made longer."""
         yield short(example, _SAMPLES)
-        most = max((value.ndim for value in _tensors(example)), default=0)
+        most = max((value.ndim for value in tensors_in(example)), default=0)
         for dim in range(1, most):
-            if not any(value.ndim > dim and value.shape[dim] == 1 for value in _tensors(self._base)):
+            if not any(value.ndim > dim and value.shape[dim] == 1 for value in tensors_in(self._base)):
                 continue
 
             def longer(value: Any, dim: int = dim) -> Any:
@@ -192,7 +192,3 @@ def _is_mask(value: Tensor) -> bool:
     """Whether a floating-point tensor is a mask: zeros and ones, or zeros and −∞."""
     zero, one = value == 0, value == 1
     return bool(((zero | one).all() and zero.any() and one.any()) or not value.isfinite().all())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.criteria import PosteriorLike, needs, prunable, score
+from shaver.criteria.synflow import kept_shares
 from shaver.pruning.ranking import Ranking
 from shaver.structure.damage import unit_damage
 from shaver.structure.groups import Group, Groups, Slice, check_groups, mask_units
@@ -129,19 +130,17 @@ def synflow_units(
     Returns:
         The order of removal, from 0 for the first unit to nearly 1 for the last.
     """
-    if rounds < 1 or not 0 <= sparsity < 1:
-        raise ValueError(f"synflow takes rounds ≥ 1 and 0 ≤ sparsity < 1, not rounds={rounds}, sparsity={sparsity}.")
+    shares = kept_shares(rounds, sparsity)
     network = copy.deepcopy(model)
     owned = {piece.tensor for group in groups.values() for piece in group.slices}
     options |= {"rule": lambda name, _: name in owned, "rounds": 1}
     total = sum(group.units for group in groups.values())
     kept = groups.whole
     removed: list[tuple[str, int]] = []  # in the order of removal
-    for k in range(1, rounds + 1):
+    for share in shares:
         flow = unit_scores(groups, score(network, "synflow", **options))
         removed_first = {name: values.masked_fill(~kept[name], -float("inf")) for name, values in flow.items()}
         ranking = Ranking(removed_first, scope="layer" if spread == "uniform" else "global", minimum=1)
-        share = (1 - sparsity) ** (k / rounds)
         count = min(round(total * (1 - share)), round(ranking.limit * total))
         still_kept = {name: mask & kept[name] for name, mask in ranking.removing(count).items()}
         removed += _by_flow(flow, {name: kept[name] & ~still_kept[name] for name in groups})

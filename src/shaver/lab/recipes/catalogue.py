@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shaver.lab.recipes.recipe import PAPER_SPARSITIES, SCALES, Recipe, Stage
+from shaver.lab.recipes.recipe import PAPER_SPARSITIES, PRIORS, SCALES, Recipe, Stage
 from shaver.lab.recipes.tasks import TASKS
 from shaver.naming import check_name
 
@@ -24,7 +24,6 @@ _LANGUAGE = Stage("posthoc", _FEW_CRITERIA, (0.20, 0.40, 0.50, 0.60, 0.70, 0.80,
 #: Instead of SpaM, for networks that were trained without it.
 _TWO_STEPS = Stage("two-steps", ("opd",), _LANGUAGE.sparsities, methods=("map",))
 _HEADS_AND_WIDTHS = Stage("structured", ("opd", "magnitude", "random"), (0.25, 0.50, 0.75))
-_ALL_PRIORS = ("parameter", "unit", "layer", "scalar")
 
 
 #: ``make(name, scale)``.
@@ -161,7 +160,7 @@ _RECIPES: dict[str, _Make] = {
     "priors": _experiment(
         "Priors and curvatures: four priors × diagonal and KFAC, OPD and GraSP",
         "Figures 4, B2 and B3, Tables B1 and B2", "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion",
-        large=("mixer-mnist", "resnet-cifar10"), structures=("diag", "kron"), priors=_ALL_PRIORS,
+        large=("mixer-mnist", "resnet-cifar10"), structures=("diag", "kron"), priors=PRIORS,
     ),
     "uncertainty": _experiment(
         "Uncertainty: NLL, ECE and Brier score over sparsity", "Figure 3, Table B3",
@@ -187,7 +186,7 @@ _RECIPES: dict[str, _Make] = {
     "runtime": _runtime,
     "curves": _experiment(
         "Training curves of MAP and SpaM under all priors and curvatures", "Figure B1",
-        "fcn-mnist", "lenet-mnist", "lenet-fashion", structures=("diag", "kron"), priors=_ALL_PRIORS,
+        "fcn-mnist", "lenet-mnist", "lenet-fashion", structures=("diag", "kron"), priors=PRIORS,
     ),
     "filters": _experiment(
         "Pictures of filters and neurons at 95 %, parameter-wise and unit-wise", "Figure B10",

@@ -173,10 +173,10 @@ def _digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def expected_seconds(recipe: Recipe, cores: int = 2) -> float | None:
-    """Wall time with nothing done before; ``None`` where a task was never timed."""
+def expected_seconds(recipe: Recipe) -> float | None:
+    """Wall time on two cores with nothing done before; ``None`` where a task was never timed."""
     seconds = seconds_by_cell(recipe)
-    return None if seconds is None else (len(seconds) * _START + sum(seconds.values())) / cores
+    return None if seconds is None else (len(seconds) * _START + sum(seconds.values())) / 2
 
 
 def seconds_by_cell(recipe: Recipe) -> dict[str, float] | None:

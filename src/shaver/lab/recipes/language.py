@@ -159,19 +159,19 @@ def warm_up(share: float) -> float:
     return min(share / 0.1, (1 - share) / 0.9) if share > 0 else 1e-3
 
 
-def after_the_fact(model: nn.Module, data: InMemory, *, batch_size: int, steps: int = 2, seed: int = 0) -> Posterior:
-    """The posterior of a trained network after ``steps`` SpaM steps only, as the paper does for GPT-2.
+def after_the_fact(model: nn.Module, data: InMemory, *, batch_size: int, seed: int = 0) -> Posterior:
+    """The posterior of a trained network after two SpaM steps only, as the paper does for GPT-2.
 
     Every step measures the curvature on a batch and updates δ. The weights do not change.
     """
     spam = SpaM(
-        model, len(data), total_steps=steps, seed=seed, source="ef", every=1, update=1, burn_in=0.0, freeze=1.0,
+        model, len(data), total_steps=2, seed=seed, source="ef", every=1, update=1, burn_in=0.0, freeze=1.0,
         shrink=0.0,
     )  # fmt: skip
     mode = model.training
     model.train()
     try:
-        for x, y in islice(data.batches(batch_size, shuffle=True, seed=seed), steps):
+        for x, y in islice(data.batches(batch_size, shuffle=True, seed=seed), 2):
             loss: Any = spam.loss(model(x), y)
             loss.backward()
             spam.observe()

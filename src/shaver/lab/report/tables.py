@@ -188,10 +188,11 @@ def scoring_table(experiments: Sequence[Experiment]) -> Table | None:
     )
 
 
-def size_table(experiment: Experiment, sparsity: float = 0.95) -> Table | None:
+def size_table(experiment: Experiment) -> Table | None:
     """Dense and pruned networks side by side: what is left, how large it is, how fast it runs.
 
-    Of a structured stage the highest sparsity is shown that costs at most one point of accuracy, or the lowest.
+    Single weights are shown at 95 % sparsity. Of a structured stage the highest sparsity is shown that costs at most
+    one point of accuracy, or the lowest.
     """
     shows: dict[str, _Show] = {
         "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
@@ -211,7 +212,7 @@ def size_table(experiment: Experiment, sparsity: float = 0.95) -> Table | None:
         for curve in experiment.curves:
             if (curve.variant, curve.criterion) != (variant, chosen):
                 continue
-            shown = _harmless(curve) if curve.stage == "structured" else sparsity
+            shown = _harmless(curve) if curve.stage == "structured" else 0.95
             if shown in curve.points:
                 what = f"{percent(shown)} %, {STAGE_NAMES[curve.stage]}"
                 rows.append(((*labels, what), curve.points[shown], _speed(dense, curve.points[shown])))

@@ -114,11 +114,9 @@ def read_table(folder: Path) -> "DataFrame":
         raise ValueError(f"{folder} has no results yet: no cell is done. `shaver run` with the same recipe continues.")
     try:
         frame = pandas.read_csv(folder / CSV, keep_default_na=False, dtype=str)
-        missing = [name for name in COLUMNS if name not in frame.columns and name != "learned"]
+        missing = [name for name in COLUMNS if name not in frame.columns]
         if missing:
             raise ValueError(f"it lacks the column {missing[0]!r}")
-        if "learned" not in frame.columns:  # written by an earlier version
-            frame["learned"] = ""
         for name in (name for name in frame.columns if name not in _TEXT):
             numbers = frame[name].map(lambda text: float(text or "nan")).astype(float)
             frame[name] = numbers.astype("int64") if name in _WHOLE and not numbers.isna().any() else numbers
