@@ -27,7 +27,7 @@ $(VENV)/.dev: $(VENV)/.demo peers.txt
 	@$(PIP) --no-deps --requirement peers.txt
 	@touch $@
 
-demo: $(VENV)/.demo       ## train, prune and measure two small networks on embedded data
+demo: $(VENV)/.demo       ## train, prune and measure two small networks on built-in data
 	@$(BIN)/shaver demo
 
 test: $(VENV)/.dev        ## run the tests

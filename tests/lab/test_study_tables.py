@@ -217,7 +217,7 @@ DEAD = [
 def test_a_network_that_did_not_learn_is_in_no_mean_and_on_every_table():
     (experiment,), (without,) = experiments([*BOTH, *DEAD]), experiments(BOTH)
     assert [curve.points for curve in experiment.curves] == [curve.points for curve in without.curves]
-    words = "MAP: 1 of 3 did not learn, they are as good as guessing (test accuracy of seed 2: 7.0 %)"
+    words = "MAP: 1 of 3 did not learn; they are no better than guessing (test accuracy of seed 2: 7.0 %)"
     table = quality_table(experiment, ACCURACY)
     assert ("OPD", "MAP (1 of 3 did not learn)") in [line.labels for line in table.lines]
     for text in (markdown(table), latex(table).replace("\\%", "%"), shown(terminal(table, 200), 200)):

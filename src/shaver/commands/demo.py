@@ -88,7 +88,7 @@ def _show_compact(out: Path, seed: int, console: Console) -> None:
     data = shaver.data.load("digits", seed=seed)
     test, train = list(data.test.batches(256)), data.train.batches(256)
     example = test[0][0][:2]
-    with console.status("Removing units, and drawing what is left …"):
+    with console.status("Removing units, and drawing the result …"):
         removed = compact_with_report(model, example, posterior=posterior, sparsity=UNITS)
         report = compact_with_report(model, example, posterior=posterior, sparsity=UNITS, calibration=train)
         networks = (model, removed.model, report.model)
@@ -107,7 +107,7 @@ def _show_compact(out: Path, seed: int, console: Console) -> None:
         precision_histograms({"unit prior": posterior.delta()}, model, pictures / "precision")
         save(report.model, out / "compact")
     console.print(
-        f"\nDigits: {100 * UNITS:.0f} % of the units removed by OPD, the rest repaired from unlabelled images, no "
+        f"\nDigits: {100 * UNITS:.0f} % of the units removed by OPD, the rest repaired with unlabelled images, no "
         "fine-tuning",
         style="bold",
         soft_wrap=True,

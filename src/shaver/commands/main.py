@@ -20,7 +20,9 @@ from shaver.commands.options import (
 )
 from shaver.naming import check_name
 
-_ABOUT = "Train networks that prune well, prune them, and show what is left. `shaver --version` prints the version."
+_ABOUT = (
+    "Train networks that can be pruned far, prune them, and measure the result. `shaver --version` prints the version."
+)
 #: Each command is the function ``run_NAME(options, console)`` in the file of its name.
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "compact": CompactOptions,

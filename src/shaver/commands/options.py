@@ -203,11 +203,12 @@ class NetworkOptions:
         data: Data to measure on, and for criteria that need data: cancer, digits, mnist, fashion, cifar10, cifar100, or
             package.module:function. The function returns an object with .train, .test and optionally .valid, each a
             list of batches or a DataLoader. Without data, accuracy is not measured.
-        out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written.
-        criterion: How to rank weights: opd (the default), obd, magnitude, snip, grasp, synflow, wanda, random, or
-            damage (the cost of a removal after repair). opd and obd use the posterior of a SpaM run, or estimate one
-            from the data; snip, grasp, wanda and damage need data; synflow needs data or an input shape; magnitude and
-            random need nothing.
+        out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written (a
+            language model goes into NAME-pruned).
+        criterion: How to rank weights: opd, obd, magnitude, snip, grasp, synflow, wanda, random, or damage (the cost of
+            a removal after repair). opd and obd use the posterior of a SpaM run, or estimate one from the data; snip,
+            grasp, wanda and damage need data; synflow needs data or an input shape; magnitude and random need nothing.
+            Default: opd; damage in `shaver compact` if there is data to repair with and no posterior.
         repair: Adjust the remaining weights to compensate for the removed ones. Needs data: reads about 2,048
             training inputs without their labels, the first ones or, if --samples is given, random ones.
         passes: After the repair, fit all layers together, with this many passes over the same inputs. Helps at high

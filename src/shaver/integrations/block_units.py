@@ -1,7 +1,7 @@
 """Whole units of a causal model's blocks: which can be removed, which are, and the smaller model that is left.
 
 Units are the hidden units of the feed-forward part and the key-value heads with their query heads. A block loses them
-where they are read: the layer that reads them says what each costs, and makes up for those that are removed,
+where they are read: the layer that reads them says what each costs, and compensates for those that are removed,
 W_K ← W_K + W_R A_RK (A_KK + Λ)⁻¹, one solve for all rows. Every block loses as many, as a configuration expresses it.
 """
 
@@ -75,7 +75,7 @@ class BlockUnits:
     Attributes:
         widths: What stays of each group.
         criterion: ``"opd"``, ``"wanda"`` or ``"magnitude"``.
-        repair: Let the layers that read the units make up for those that are removed.
+        repair: Let the layers that read the units compensate for those that are removed.
         kept: Group → one truth value per unit, as far as decided.
     """
 

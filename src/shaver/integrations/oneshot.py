@@ -38,7 +38,7 @@ STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class OneShot:
-    """What is removed from every weight matrix of every block, by which score, and whether the rest makes up for it.
+    """What is removed from every weight matrix of every block, by which score, and whether the rest compensates for it.
 
     Attributes:
         sparsity: The share of weights to remove from each matrix, or of units, or of layers.
@@ -210,7 +210,7 @@ def _pruned(
     for number, block in enumerate(chain.blocks):
         calls = [by_shape[batch.shape][number] for batch in batches]
         before = deepcopy(block).float() if dense is not None else None
-        is_first = bool(removed) and (dense is None or number < removed[0])  # nothing to make up for
+        is_first = bool(removed) and (dense is None or number < removed[0])  # nothing to compensate for
         if is_first or number in removed:
             for place, call in enumerate(calls):
                 if dense is not None and before is not None:

@@ -1,7 +1,7 @@
 """Whole layers of a causal model: which do least harm when they are removed, and the shallower model that is left.
 
 Layers are removed one after the other, each time the one without which the loss on the calibration text is lowest. The
-blocks after it can make up for it: :mod:`shaver.integrations.oneshot` fits them to the dense model's hidden states.
+blocks after it can compensate for it: :mod:`shaver.integrations.oneshot` fits them to the dense model's hidden states.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

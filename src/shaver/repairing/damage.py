@@ -1,4 +1,4 @@
-"""Scores for pruning with repair: what removing a weight costs after the rest of its row has made up for it."""
+"""Scores for pruning with repair: what removing a weight costs after the rest of its row has compensated for it."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing

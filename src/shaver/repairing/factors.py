@@ -5,8 +5,8 @@ posterior precision G_oo A + δ_o, and its kept weights K, given that the remove
 
     θ_K ← θ_K + (A_KK + Λ)⁻¹ A_KR θ_R,     Λ = δ_o / G_oo .
 
-A is that of the dense network: what earlier layers do wrong is not made up for. It has no mean of the inputs, so that
-biases stay as they are.
+A is that of the dense network, so the errors of earlier layers are not corrected. It does not contain the mean of the
+inputs, so biases stay as they are.
 """
 
 from collections.abc import Mapping

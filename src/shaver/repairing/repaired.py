@@ -87,7 +87,7 @@ def repair(
     forward: Forward | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Repaired:
-    """Give the weights that are left of a pruned network the values that make up for the removed ones.
+    """Give the weights that are left of a pruned network the values that compensate for the removed ones.
 
     Each layer, in the order of the forward pass, gets the conditional mean of its posterior: the weights whose outputs,
     on the inputs that the repaired layers before it give, are nearest to the dense network's. Removed weights stay

@@ -1,4 +1,4 @@
-"""A sweep over the columns of a wide layer: removes weights from left to right, and later columns make up for them.
+"""A sweep over the columns of a wide layer: removes weights from left to right, and later columns compensate for them.
 
 With P = A + Λ, the weights to the right of column j have the precision P_{j:}. Removing weight j moves them by
 
@@ -30,7 +30,7 @@ def sweep(
     damping: float | Tensor = DAMPING,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:
-    """Remove weights column by column and let the columns to the right make up for them.
+    """Remove weights column by column and let the columns to the right compensate for them.
 
     Use it for layers of thousands of inputs. It factorises one matrix for all rows, where the exact solution
     (:func:`shaver.repairing.conditional.conditional_mean`) factorises one for each row.

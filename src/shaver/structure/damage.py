@@ -1,4 +1,4 @@
-"""Scores of units for compaction with repair: what removing a unit costs after those that read it have made up for it.
+"""Scores of units for compaction with repair: the cost of removing a unit after its readers have been repaired.
 
 A layer reads the units with the weights W. With the precision P = A + Λ of each of its rows, A the second moment of its
 inputs, removing the unit U and repairing the others raises the squared error of its outputs by
@@ -96,7 +96,7 @@ class Reader:
         return costs
 
     def remove(self, units: Tensor) -> None:
-        """Remove units; the other weights make up for them."""
+        """Remove units; the other weights compensate for them."""
         gone = self._columns[units].flatten()
         share = torch.linalg.solve(self._inverse[gone][:, gone], self._inverse[gone])
         self._weight = self._weight - self._weight[:, gone] @ share

@@ -93,7 +93,7 @@ def _record(task: str, *compressions: float, late: bool = False, **training: Any
         settings = {"source": "mc", "spam": spam, "online": online, "schedule": schedule, **training}
         chosen = replace(TASKS[task, scale], note="", **settings)
         return Recipe(
-            name, f"Highest compression: {chosen.title}", "not there", scale, (chosen,),
+            name, f"Highest compression: {chosen.title}", "–", scale, (chosen,),
             methods=("spam", "map", "vd", "l0"), stages=(Stage("online", ("opd", "magnitude"), sparsities),),
             curves=False,
         )  # fmt: skip
@@ -106,7 +106,7 @@ def _record_afterwards(name: str, scale: str) -> Recipe:
     task = replace(TASKS["lenet-mnist", scale], note="", source="mc", temperature=3.0)
     stage = Stage("posthoc", ("opd", "magnitude"), (0.95, 0.97, 0.98, 0.985, 0.99, 0.995))
     return Recipe(
-        name, f"Pruned to 99 % after training: {task.title}", "not there", scale, (task,), methods=("spam",),
+        name, f"Pruned to 99 % after training: {task.title}", "–", scale, (task,), methods=("spam",),
         stages=(stage,), curves=False,
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def _demo(name: str, scale: str) -> Recipe:
     stage = Stage(sparsities=tuple(sorted((*PAPER_SPARSITIES, 0.98))))
     repaired = Stage("repaired", ("opd",), (0.8, 0.9, 0.95, 0.98), methods=("map",))
     tasks = (digits, units, cancer)  # the longest trainings first: no core is idle at the end
-    return Recipe(name, "Two small networks, pruned", "not there", scale, tasks, stages=(stage, repaired), curves=False)
+    return Recipe(name, "Two small networks, pruned", "–", scale, tasks, stages=(stage, repaired), curves=False)
 
 
 _RECIPES: dict[str, _Make] = {
@@ -152,7 +152,7 @@ _RECIPES: dict[str, _Make] = {
     "gpt2-imdb": _language("GPT-2 on IMDB, Table D4", methods=("map",)),
     "minilm-imdb": _language("stands in for DistilBERT on IMDB"),
     "small-gpt-imdb": _language("stands in for GPT-2 on IMDB"),
-    "small-gpt-words": _language("not there"),
+    "small-gpt-words": _language("–"),
     "record-300-100": _record("lenet-300-100", 68, 100),
     "record-caffe": _record("lenet-caffe", 280, 400, late=True),
     "record-lenet": _record("lenet-mnist", 100),

@@ -220,7 +220,7 @@ class Recipe:
         return plain
 
     def __str__(self) -> str:
-        lines = [f"{self.name} ({self.scale}): {self.title}; in the paper {self.paper}"]
+        lines = [f"{self.name} ({self.scale}): {self.title}; in the paper: {self.paper}"]
         for task in self.tasks:
             settings = f"{task.epochs} epochs, batch {task.batch_size}, {task.optimizer} at {task.lr:g}"
             lines.append(f"  {task.name}: {task.network} on {task.data}, {settings}")

@@ -122,9 +122,9 @@ def summary_table(experiments: Sequence[Experiment]) -> Table | None:
     )
     return Table(
         name="summary",
-        title="Share that can be removed before accuracy falls by more than one point",
+        title="Share of weights that can be removed before accuracy falls by more than one point",
         note=_note(
-            "The highest sparsity measured up to which the mean stays within one point of the dense network’s.",
+            "The highest measured sparsity at which mean accuracy stays within one point of the dense network’s.",
             experiments,
         ),
         heads=("experiment", "pruned by"),
@@ -157,7 +157,7 @@ def training_table(experiments: Sequence[Experiment]) -> Table | None:
         lines.append(Line((experiment.title, *_training_labels(experiment, training)), entries))
     table = Table(
         name="training",
-        title="Training: what it reached before pruning, and what it took",
+        title="Training: quality before pruning, and time",
         note=_note("Means over seeds. The last column is the time relative to MAP on the same data.", experiments),
         heads=("experiment", *_VARIANT),
         columns=(*(shows[key][0] for key in keys), "time / MAP"),
@@ -180,7 +180,7 @@ def scoring_table(experiments: Sequence[Experiment]) -> Table | None:
     return Table(
         name="scoring",
         title="Pruning: time to score a network",
-        note="Means over networks. One scoring serves all sparsities.",
+        note="Means over networks. Each network is scored once for all sparsities.",
         heads=("experiment",),
         columns=tuple(CRITERION_NAMES[c] for c in criteria),
         over="criterion",
@@ -225,8 +225,8 @@ def size_table(experiment: Experiment) -> Table | None:
     table = Table(
         name=f"{experiment.slug}-size",
         title=f"{experiment.title}: size and speed, pruned by {CRITERION_NAMES[chosen]}",
-        note="Means over seeds. Speed is relative to the dense network: measured where units were removed; 1 where "
-        "single weights were removed, as zeros in a dense tensor are multiplied like any number.",
+        note="Means over seeds. Speed is relative to the dense network. It is measured if units were removed, and 1 if "
+        "single weights were removed: zeros in a dense tensor are multiplied like any other number.",
         heads=(*_VARIANT, "network"),
         columns=(*(shows[key][0] for key in keys), "speed"),
         over="",
@@ -273,7 +273,7 @@ def failure_notes(experiment: Experiment) -> list[str]:
         listed = ", ".join(f"seed {seed}: {100 * found:.1f} %" for seed, found in failure.accuracies.items())
         counted = "These numbers say nothing about the method" if failure.is_total else "They are left out of the means"
         name = variant.label(experiment.variants)
-        notes.append(f"{name}: {failure}, they are as good as guessing (test accuracy of {listed}). {counted}.")
+        notes.append(f"{name}: {failure}; they are no better than guessing (test accuracy of {listed}). {counted}.")
     return notes
 
 

@@ -42,9 +42,9 @@ _TRAINED = Names(METHOD_NAMES | {"map": "MAP (weight decay)", "spam": "SpaM (lea
 _METHOD_SLOTS = {"map": 7, "l1": 2, "spam": 0, "vd": 3, "l0": 4}
 #: What the pictures of the demo show; other pictures are named after their files.
 _CAPTIONS = {
-    "filters": "The weights of each layer: red is positive, blue negative, black removed.",
-    "layers": "What remains of each layer: the outputs with at least one weight, and the share of weights removed.",
-    "precision": "The prior precision δ learned for the weights of each layer. Weights with a large δ are not needed.",
+    "filters": "The weights of each layer: red is positive, blue is negative, black is removed.",
+    "layers": "What remains of each layer: the outputs that still have a weight, and the share of weights removed.",
+    "precision": "The learned prior precision δ per layer. The data do not need weights with a large δ.",
 }
 
 
@@ -94,7 +94,9 @@ def render_page(
         page = template.render(values, **pictures, sections=sections, fewer_tables=fewer_tables)
         if len(page.encode()) <= LIMIT:
             return page
-    raise ValueError(f"a page of {len(experiments)} experiments is larger than {LIMIT:,} bytes; report them apart.")
+    raise ValueError(
+        f"a page of {len(experiments)} experiments is larger than {LIMIT:,} bytes; report them separately."
+    )
 
 
 def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dic
         f"{sum(e.networks for e in experiments)} networks, trained by {trained}, "
         f"pruned by {_count(len(criteria), 'criterion', 'criteria')} "
         f"to {_count(len(sparsities), 'sparsity', 'sparsities')} "
-        f"of up to {percent(max(sparsities, default=0.0))} %, and measured on test data each time."
+        f"of up to {percent(max(sparsities, default=0.0))} %, and measured on test data."
     )
     tasks = [task for source in sources for task in source.recipe["tasks"]]
     cards = []
@@ -156,7 +158,7 @@ def _run(source: Source) -> dict[str, Any]:
     """How a run is reproduced: its command, what it was made with, and its recipe."""
     known = {key: source.study[key] for key in _FACTS if source.study.get(key)}
     known["machine"] = {key: value for key, value in source.study["machine"].items() if key != "host"}
-    facts = {"seconds in all" if key == "seconds" else key: _plain(value) for key, value in known.items()}
+    facts = {"total seconds" if key == "seconds" else key: _plain(value) for key, value in known.items()}
     recipe = json.dumps(source.recipe, indent=2, ensure_ascii=False)
     return {"name": source.recipe["name"], "command": source.study["command"], "facts": facts, "recipe": recipe}
 

@@ -84,7 +84,7 @@ class Plot {
     this.host.replaceChildren();
     this.svg = null;
     if (!spec.lines.some((line) => line.points.length)) {
-      make("p", { class: "empty" }, this.host, "Nothing is chosen, or what is chosen was not measured.");
+      make("p", { class: "empty" }, this.host, "Nothing is selected, or the selection was not measured.");
       return;
     }
     const width = (this.width = Math.max(this.host.clientWidth, 280));
@@ -390,7 +390,7 @@ function pareto() {
       y: { label: accuracy.title, ceiling: 100.5, floor: 0 },
     });
     const keys = unique(all.map((c) => c.criterion)).map((c) => ({ label: data.criteria[c].name, slot: data.criteria[c].slot, unjoined: true }));
-    legend(byId("pareto-key"), [{ label: "the best that each cost can buy", slot: null, dash: "" }, ...keys]);
+    legend(byId("pareto-key"), [{ label: "the best accuracy at each cost", slot: null, dash: "" }, ...keys]);
   }
   choices(byId("pareto-experiment"), able.map((e, i) => [String(i), e.title]), begin, able.findIndex((e) => e.costs.includes("flops")));
   begin();
