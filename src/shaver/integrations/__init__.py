@@ -1,1 +1,1 @@
-"""Other people's training loops: transformers, Lightning, several processes."""
+"""SpaM with other libraries: transformers, peft, Lightning, and several processes."""
