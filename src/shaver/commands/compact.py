@@ -93,7 +93,7 @@ def _prepare(options: CompactOptions) -> Subject:
 
 
 def _choice(options: CompactOptions, subject: Subject) -> dict[str, Any]:
-    """How units are chosen; without a sparsity, those that do nothing go."""
+    """How units are chosen; without a sparsity, only dead units are removed."""
     if options.sparsity is None:
         return {}
     return {

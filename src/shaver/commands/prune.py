@@ -1,4 +1,4 @@
-"""``shaver prune``: a trained network from a file, pruned, measured before and after, and written back smaller."""
+"""``shaver prune``: a trained network from a file, pruned, measured before and after, and written to a smaller file."""
 
 import copy
 from dataclasses import asdict

@@ -1,8 +1,8 @@
 """Whole units of a causal model's blocks: which can be removed, which are, and the smaller model that is left.
 
-Units are the hidden units of the feed-forward part and the key-value heads with their query heads. A block loses them
-where they are read: the layer that reads them says what each costs, and compensates for those that are removed,
-W_K ← W_K + W_R A_RK (A_KK + Λ)⁻¹, one solve for all rows. Every block loses as many, as a configuration expresses it.
+Units are the hidden units of the feed-forward part and the key-value heads with their query heads. The layer that reads
+the units determines the cost of each, and compensates for those that are removed by one solve for all rows,
+W_K ← W_K + W_R A_RK (A_KK + Λ)⁻¹. Every block loses the same number, because the configuration has one entry for all.
 """
 
 from collections.abc import Mapping

@@ -47,7 +47,7 @@ def zero_masks(model: nn.Module) -> Masks:
 
 
 class KeepZeros(TrainerCallback):  # type: ignore[misc]
-    """Keeps the zeros of a pruned model during a fine-tuning by the Trainer.
+    """Keeps the zeros of a pruned model while the Trainer fine-tunes it.
 
     Weights that are zero when training begins stay zero, also against momentum and weight decay. If the model has
     low-rank adapters, :func:`hold_adapters` is called too.
@@ -69,7 +69,7 @@ class KeepZeros(TrainerCallback):  # type: ignore[misc]
             self._hold = Masks(own).hold(model, inner_optimizer(optimizer))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """Let go of the masks; the weights are as they should be."""
+        """Stop holding the masks; the removed weights are zero."""
         if self._hold is not None:
             self._hold.release()
             self._hold = None

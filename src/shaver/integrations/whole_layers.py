@@ -1,6 +1,6 @@
 """Whole layers of a causal model: which do least harm when they are removed, and the shallower model that is left.
 
-Layers are removed one after the other, each time the one without which the loss on the calibration text is lowest. The
+Layers are removed one at a time, each time the one whose absence raises the loss on the calibration text least. The
 blocks after it can compensate for it: :mod:`shaver.integrations.oneshot` fits them to the dense model's hidden states.
 """
 
@@ -38,7 +38,7 @@ def layers_to_remove(chain: BlockChain, share: float) -> int:
 def find_layers(
     chain: BlockChain, windows: Tensor, count: int, tried: Callable[[], None] | None = None
 ) -> tuple[int, ...]:
-    """The layers to remove, found one after the other by the loss on the first tokens of the calibration text.
+    """The layers to remove, found one at a time by the loss on the first tokens of the calibration text.
 
     Args:
         chain: The layers; they are not changed.

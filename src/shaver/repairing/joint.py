@@ -1,7 +1,7 @@
 """The fit of all layers together: the network's outputs against the dense network's, without labels.
 
-A repair fits one layer after the other, and each layer is held to the dense network's own outputs there. Where much was
-removed, no weights reach them, and what counts is the last layer. Here all weights move together to lower
+A repair fits one layer after the other to the outputs of the same layer of the dense network. Where much was removed,
+no weights can reproduce these, and only the outputs of the last layer matter. Here all weights move together to lower
 
     Σ (f(x) − f*(x))²     f* the dense network, f the repaired one
 
@@ -45,7 +45,7 @@ def joint_fit(
     rate: float = RATE,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[float, float]:
-    """Move all kept weights together, so that the outputs come nearer to the dense network's.
+    """Fit all kept weights together, so that the outputs come closer to the dense network's.
 
     Use it after :func:`shaver.repair` where much was removed; ``repair``, ``prune`` and ``compact`` call it with
     ``passes``. It needs gradients, and about as much time as ``passes`` epochs of training on the calibration data.

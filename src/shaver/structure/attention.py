@@ -42,7 +42,7 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``; weights are those of the heads that are left."""
+        """As ``nn.MultiheadAttention.forward``; the attention weights are those of the remaining heads."""
         batched = query.dim() == 3
         inputs = [query, key, value]
         if not batched:
@@ -73,7 +73,7 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
     def _additive(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> Tensor | None:
-        """Both masks as one tensor that is added to the logits; True in a mask of truth values means "not here"."""
+        """Both masks as one tensor that is added to the logits; True in a boolean mask means "do not attend"."""
         batch, heads, length, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
         if attn_mask is None and is_causal:
             attn_mask = torch.ones(length, keys, dtype=torch.bool, device=q.device).triu(1)

@@ -101,7 +101,7 @@ def compact_with_report(
     progress: Callable[[int, int], None] | None = None,
     **scoring: Any,
 ) -> CompactReport:
-    """Make a smaller dense network: the least important units are removed, with everything that made or read them.
+    """Make a smaller dense network: remove the least important units, with the weights that compute or read them.
 
     ``compact`` returns the small network; ``compact_with_report`` returns a :class:`CompactReport` that contains it.
 

@@ -25,7 +25,7 @@ SHARE = 1 / 32
 def unit_damage(
     model: nn.Module, groups: Groups, batches: Iterable[Any], *, forward: Forward | None = None
 ) -> dict[str, Tensor]:
-    """Remove the units of each group one after the other, each time the one that costs least.
+    """Score units by removing those of each group one at a time, cheapest first.
 
     Example:
         >>> scores = unit_damage(model, groups, loader)

@@ -1,4 +1,4 @@
-"""The paper's networks on their data: its hyper-parameters (``paper``), and what two cores finish (``cpu``).
+"""The paper's networks on their data: its hyper-parameters (``paper``), and a smaller version for two cores (``cpu``).
 
 The ``paper`` values are those of its Table D4. ``epoch_seconds`` and ``pass_seconds`` are one MAP epoch and one pass
 over the test data in seconds of one core, on a two-core machine without a GPU.

@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table."""
+    """Labels and numbers, for every format."""
 
     name: str  # for file names
     title: str  # says what the numbers are
