@@ -200,7 +200,7 @@ def speed(folders: list[Path], batches: tuple[int, ...] = (1, 8, 16), steps: int
     for number in range(5):
         for folder in folders:
             timed(f"reading {LENGTH} tokens", folder, windows[number : number + 1])
-    for number in range(3):
+    for number in range(5):
         for folder, model in models.items():
             began = time.process_time()
             text = model.generate(
