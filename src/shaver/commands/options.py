@@ -64,8 +64,8 @@ _SCOPE = _text("global|layer|N:M|units|layers", "(default: global, or layer with
 class DemoOptions:
     """Train, prune and measure two small networks on data sets that need no download.
 
-    A fully connected network on breast cancer data and a small convolutional network on 8×8 digits are trained by MAP
-    (ordinary training with weight decay) and by SpaM, pruned by every criterion to eleven sparsities, and measured on
+    A fully connected network on breast cancer data and a small convolutional network on 8×8 digits are trained by
+    MAP (ordinary training with weight decay) and by SpaM, pruned by every criterion to eleven sparsities, and measured on
     test data. The tables are printed; the results folder gets report.html (one page with everything), results.csv, a
     figure and the trained networks. It takes about a minute on two cores.
 
@@ -88,9 +88,9 @@ class DemoOptions:
 class RunOptions:
     """Run an experiment of the paper: train its networks, prune them by every criterion, measure and write tables.
 
-    Example: `shaver run lenet-mnist --epochs 5 --seeds 1 --priors parameter unit`. A cell is one training
-    with one seed. Finished cells are not run again, interrupted ones (Ctrl-C, a crash) continue where they stopped, and
-    a failed cell does not stop the others.
+    Example: `shaver run lenet-mnist --epochs 5 --seeds 1 --priors parameter unit`. A cell is one trained network,
+    pruned in one way. Finished cells are not run again, interrupted ones (Ctrl-C, a crash) continue where they stopped,
+    and a failed cell does not stop the others.
 
     Attributes:
         recipe: Name of the experiment; `shaver list` shows all of them.
@@ -119,8 +119,8 @@ class RunOptions:
         sparsities: Shares of the weights to remove, such as 0.9 0.95.
         tuning_epochs: Epochs of fine-tuning, if the recipe fine-tunes.
         out: The run folder. Default: runs/RECIPE-SCALE. Trained networks are stored in networks/ beside it.
-        processes: Number of cells to run at the same time, with one thread each. Default: the number of cores (slurm:
-            100 jobs).
+        processes: Number of cells to run at the same time, with one thread each. Default: the number of cores; for
+            slurm, 100 jobs.
         engine: local runs cells as processes on this machine; slurm submits them as cluster jobs through submitit.
         slurm: Options of submitit's executor, such as timeout_min=240 slurm_partition=gpu mem_gb=8.
         any_code: Keep finished cells, and continue interrupted ones, even if another version of the code made them.
@@ -203,12 +203,11 @@ class NetworkOptions:
         data: Data to measure on, and for criteria that need data: cancer, digits, mnist, fashion, cifar10, cifar100, or
             package.module:function. The function returns an object with .train, .test and optionally .valid, each a
             list of batches or a DataLoader. Without data, accuracy is not measured.
-        out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written (a
-            language model goes into NAME-pruned).
-        criterion: How to rank weights: opd, obd, magnitude, snip, grasp, synflow, wanda, random, or damage (the cost of
-            a removal after repair). opd and obd use the posterior of a SpaM run, or estimate one from the data; snip,
-            grasp, wanda and damage need data; synflow needs data or an input shape; magnitude and random need nothing.
-            Default: opd; damage in `shaver compact` if there is data to repair with and no posterior.
+        out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written.
+        criterion: How to rank weights: opd (the default), obd, magnitude, snip, grasp, synflow, wanda, random, or
+            damage (the cost of a removal after repair). opd and obd use the posterior of a SpaM run, or estimate one
+            from the data; snip, grasp, wanda and damage need data; synflow needs data or an input shape; magnitude and
+            random need nothing.
         repair: Adjust the remaining weights to compensate for the removed ones. Needs data: reads about 2,048
             training inputs without their labels, the first ones or, if --samples is given, random ones.
         passes: After the repair, fit all layers together, with this many passes over the same inputs. Helps at high
@@ -257,8 +256,8 @@ class PruneOptions(NetworkOptions):
     Attributes:
         sparsity: The share of weights to remove, such as 0.95; or auto to let the evidence decide how many.
         max_drop: Remove as many weights as possible while validation accuracy falls by at most this much (0.01 is one
-            point). With --sparsity, never remove more than that. Needs samples that training did not see: see
-            --valid-fraction.
+            point). With --sparsity, never remove more than that. Needs samples that training did not see; see also
+            the option --valid-fraction.
         scope: global ranks all weights together, layer removes the same share of each layer, 2:4 (or another N:M)
             keeps N of every M consecutive weights. For causal language models only: units removes feed-forward units
             and key-value heads, layers removes whole layers; both make the model smaller and faster.
@@ -267,8 +266,9 @@ class PruneOptions(NetworkOptions):
         cap: Highest share of weights to remove from any one layer.
         minimum: Each layer keeps at least this many weights.
         calibration: For a causal language model (CHECKPOINT is a folder of the transformers library): the text that the
-            model reads while it is pruned block by block. A text file, a parquet file, or token ids (.npy or
-            .safetensors). --sparsity then applies to each matrix, and --criterion is opd, wanda or magnitude.
+            model reads while it is pruned block by block. It is a text file, a parquet file, or token ids in an .npy
+            or .safetensors file. --sparsity then applies to each matrix, --criterion is opd, wanda or magnitude, and
+            without --out the result goes into NAME-pruned.
         windows: Number of windows of the calibration text to read.
         length: Tokens per window.
         column: The column of a parquet file.
@@ -292,12 +292,15 @@ class CompactOptions(NetworkOptions):
     """Remove whole channels, hidden units and heads of a trained network. The result is smaller and faster.
 
     Example: `shaver compact runs/lenet --sparsity 0.8 --target flops --data mnist --finetune 5 --out small`. The
-    command checks that the small network computes the same as the masked one. The input file is never changed. Units
-    are ranked by the sum of the criterion over their weights.
+    command checks that the small network computes the same as the masked one. The input file is never changed.
 
     Attributes:
         sparsity: The share of the target to remove, such as 0.8. Without it, only dead units are removed, such as those
             pruned during training.
+        criterion: How to rank units: by damage (the cost of a removal after repair), or by the sum over a unit's
+            weights of opd, obd, magnitude, snip, grasp, synflow, wanda or random. Default: damage if there is data and
+            no posterior, else opd. opd and obd use the posterior of a SpaM run, or estimate one from the data; snip,
+            grasp, wanda and damage need data; synflow needs data or an input shape; magnitude and random need nothing.
         target: What the sparsity is a share of: units (channels, hidden units, heads), parameters, flops or measured
             latency.
         spread: uniform removes the same share of each layer; global ranks the units of all layers together.
