@@ -1,7 +1,6 @@
 """SpaM's settings: the defaults, those for fine-tuning, and the paper's. Imports no torch, so ``--help`` is fast."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,8 +13,6 @@ LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
 
 #: Steps between two updates of δ, unless the training is short.
 USUAL = 50
-#: Updates of δ that a short training should have.
-UPDATES = 40
 
 
 @dataclass(frozen=True)
@@ -101,27 +98,6 @@ class Settings:
         than both.
         """
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
-
-    def pace(self, total_steps: int | None, *, per_weight: bool = True) -> tuple[int, int]:
-        """``every`` and ``update`` for a training of ``total_steps``. Warns if δ would never be updated.
-
-        Args:
-            total_steps: Number of steps, or None.
-            per_weight: Each weight has its own δ. A δ that many weights share needs fewer updates: 40 of them cost a
-                network with the unit prior a point of accuracy.
-        """
-        update = self.update or USUAL
-        if self.update is None and total_steps is not None:
-            span = (self.freeze - self.burn_in) * total_steps
-            shortest = max(int(span / UPDATES), min(5, int(span / 5)), 1) if per_weight else max(int(span / 5), 1)
-            update = min(update, shortest)
-        if total_steps is not None and int(self.freeze * total_steps / update) * update <= self.burn_in * total_steps:
-            warnings.warn(
-                f"δ will not be updated in {total_steps} steps with update={update}, burn_in={self.burn_in:g} and "
-                f"freeze={self.freeze:g}, so SpaM has no effect; leave update= out, or train longer.",
-                stacklevel=3,
-            )
-        return self.every or max(1, min(15 if per_weight else 10, update // 3)), update
 
 
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be

@@ -107,7 +107,7 @@ class SpaM:
         weights = self._held.rows() if for_rows else self.theta
         made = make_prior(prior, weights, init=settings.initial_precision, bounds=settings.bounds)
         self.prior = self._held.prior_of(made, for_rows)
-        self.epochs = self.updates = 0
+        self.updates = 0
         self._attached: dict[int, Attachment] = {}
         self._checked: set[tuple[int, ...]] = set()
         self._made_of: list[Tensor] = []
@@ -271,13 +271,9 @@ class SpaM:
             batches: The training data; with several ranks, each rank passes its own share.
             reading: ``forward=`` and ``targets=`` for other batch layouts, ``fraction=`` for part of the data.
         """
-        self.epochs += 1
-        if self.online is not None:
-            return
-        after = self.epochs - int(self.settings.burn_in) - 1
-        if after < 0 or after % self.settings.frequency or self.timetable.is_frozen:
-            return
-        self.update(batches, **reading)
+        self.timetable.epochs += 1
+        if self.online is None and self.timetable.is_epoch_due:
+            self.update(batches, **reading)
 
     def update(self, batches: Iterable[Any], **reading: Any) -> None:
         """Estimate H in a separate pass over ``batches`` and update δ now."""
@@ -318,8 +314,7 @@ class SpaM:
         settings, temperature = self.settings, self.settings.temperature
         if self.online is None:  # online, the average has it
             self._curvature = curvature
-        if self.watch.skipped:
-            self.watch.skipped -= 1
+        if self.timetable.skips():
             return
         before, rows = self.prior.snapshot(), self._held.rows()
         with torch.enable_grad():
@@ -448,7 +443,6 @@ class SpaM:
             "curvature": None if self._curvature is None else self._curvature.state_dict(),
             "likelihood": self.likelihood.state(),
             **self.timetable.state(),
-            "epochs": self.epochs,
             "updates": self.updates,
             "outputs": self.noise.outputs,
             "scale_free": self.scale_free.state(),
@@ -475,7 +469,7 @@ class SpaM:
         found = state["curvature"]
         self._curvature = None if found is None else Curvature.from_state_dict(found)
         self.likelihood.load_state(state["likelihood"])
-        self.epochs, self.updates = state["epochs"], state["updates"]
+        self.updates = state["updates"]
         self.noise.outputs = state["outputs"]
         self.scale_free.load_state(state["scale_free"])
         self.watch.load_state(state["watch"])

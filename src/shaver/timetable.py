@@ -1,17 +1,20 @@
-"""When SpaM measures curvature and when it updates δ: burn-in, pace, freeze."""
+"""When SpaM measures curvature and when it updates δ: burn-in, pace, pauses after harm, freeze."""
 
+import warnings
 from typing import Any
 
-from shaver.settings import Settings
+from shaver.settings import USUAL, Settings
 from shaver.watch import Watch
 
 #: Curvature is measured this many times less often while δ is not learned; the square of it where it is known that
 #: neither an update of δ nor the end of training is near.
 IDLE = 4
+#: Updates of δ that a short training should have.
+UPDATES = 40
 
 
 class Timetable:
-    """Counts the steps of a training and says what is due.
+    """Counts the steps and epochs of a training and says what is due.
 
     Args:
         settings: SpaM's settings.
@@ -21,14 +24,15 @@ class Timetable:
 
     Attributes:
         steps: Number of steps so far.
+        epochs: Number of epochs so far.
         every: Steps between two curvature measurements, while δ is learned.
         update: Steps between two updates of δ.
     """
 
     def __init__(self, settings: Settings, total_steps: int | None, watch: Watch, *, per_weight: bool) -> None:
-        self.steps, self.total_steps = 0, total_steps
+        self.steps, self.epochs, self.total_steps = 0, 0, total_steps
         self._settings, self._watch = settings, watch
-        self.every, self.update = settings.pace(total_steps, per_weight=per_weight) if settings.online else (1, 1)
+        self.every, self.update = pace(settings, total_steps, per_weight=per_weight) if settings.online else (1, 1)
         self._is_stopped = False
 
     def freeze(self) -> None:
@@ -54,6 +58,18 @@ class Timetable:
         return not self.steps % self.update and self.has_begun and not self.is_frozen
 
     @property
+    def is_epoch_due(self) -> bool:
+        """By epochs: whether δ is updated after this epoch. ``burn_in`` and ``frequency`` count epochs."""
+        after = self.epochs - int(self._settings.burn_in) - 1
+        return after >= 0 and not after % self._settings.frequency and not self.is_frozen
+
+    def skips(self) -> bool:
+        """Whether the update that is due is skipped, because learning δ did harm. Counts it as skipped."""
+        is_skipped = self._watch.skipped > 0
+        self._watch.skipped -= is_skipped
+        return is_skipped
+
+    @property
     def spacing(self) -> int:
         """Steps between measurements of H: ``every`` while δ is learned, just before, and at the end, else more."""
         if self.total_steps is None:
@@ -65,8 +81,34 @@ class Timetable:
 
     def state(self) -> dict[str, Any]:
         """Everything needed to resume."""
-        return {"steps": self.steps, "is_frozen": self._is_stopped}
+        return {"steps": self.steps, "epochs": self.epochs, "is_frozen": self._is_stopped}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
-        self.steps, self._is_stopped = state["steps"], state["is_frozen"]
+        self.steps, self.epochs, self._is_stopped = state["steps"], state["epochs"], state["is_frozen"]
+
+
+def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True) -> tuple[int, int]:
+    """``every`` and ``update`` for a training of ``total_steps``. Warns if δ would never be updated.
+
+    Args:
+        settings: SpaM's settings.
+        total_steps: Number of steps, or None.
+        per_weight: Each weight has its own δ. A δ that many weights share needs fewer updates: 40 of them cost a
+            network with the unit prior a point of accuracy.
+    """
+    update = settings.update or USUAL
+    if settings.update is None and total_steps is not None:
+        span = (settings.freeze - settings.burn_in) * total_steps
+        shortest = max(int(span / UPDATES), min(5, int(span / 5)), 1) if per_weight else max(int(span / 5), 1)
+        update = min(update, shortest)
+    if (
+        total_steps is not None
+        and int(settings.freeze * total_steps / update) * update <= settings.burn_in * total_steps
+    ):
+        warnings.warn(
+            f"δ will not be updated in {total_steps} steps with update={update}, burn_in={settings.burn_in:g} and "
+            f"freeze={settings.freeze:g}, so SpaM has no effect; leave update= out, or train longer.",
+            stacklevel=4,
+        )
+    return settings.every or max(1, min(15 if per_weight else 10, update // 3)), update

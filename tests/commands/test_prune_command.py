@@ -407,7 +407,7 @@ def test_a_full_disk_leaves_the_old_network_or_none(runs, tmp_path, capsys, monk
     assert main([*run, "0.5"]) == 0
     half = shaver.load(out)
     with monkeypatch.context() as patch:
-        patch.setattr("shaver.files.folder.save_tensors", full)
+        patch.setattr("shaver.files.saved.save_tensors", full)
         with pytest.raises(OSError, match="No space"):
             shaver.save(half, out)
     assert same(shaver.load(out), half)

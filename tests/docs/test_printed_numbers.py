@@ -9,7 +9,7 @@ import shaver
 from shaver.pruning import Online
 from shaver.repairing.repaired import DAMPING
 from shaver.settings import Settings
-from shaver.timetable import IDLE
+from shaver.timetable import IDLE, pace
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def test_the_guide_to_training_names_the_defaults():
         r"on every (\d+)th step, or on every (\d+)th if",
         page,
     )
-    assert (every, update) == defaults.pace(10_000)
+    assert (every, update) == pace(defaults, 10_000)
     assert (rarely, unknown) == (IDLE**2 * every, IDLE * every)
 
 

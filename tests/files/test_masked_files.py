@@ -10,7 +10,7 @@ from torch import nn
 
 import shaver
 from shaver.criteria import score
-from shaver.files import folder, load, load_masks, save
+from shaver.files import load, load_masks, save, saved
 from shaver.files.encoding import decode, encode
 from shaver.io import load_state, save_tensors
 from shaver.pruning import prune
@@ -120,7 +120,7 @@ def test_saving_again_replaces_and_an_interrupted_save_keeps_the_old(tmp_path, m
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "write_json", fail)
+        patch.setattr(saved, "write_json", fail)
         with pytest.raises(OSError, match="no space"):
             save(new, tmp_path)
     assert_same(load(tmp_path, lenet), old)

@@ -9,6 +9,7 @@ from torch import nn
 from shaver.curvature import estimate
 from shaver.settings import Settings
 from shaver.spam import SpaM
+from shaver.timetable import pace
 from tests.spam.toys import N, blobs, mlp, sgd, split, train
 
 
@@ -17,15 +18,15 @@ from tests.spam.toys import N, blobs, mlp, sgd, split, train
     [(None, (15, 50)), (10_000, (15, 50)), (2000, (10, 30)), (800, (4, 12)), (24, (1, 2)), (3, (1, 1))],
 )
 def test_a_short_training_looks_and_learns_more_often(steps: int | None, expected: tuple[int, int]):
-    assert Settings().pace(steps) == expected
+    assert pace(Settings(), steps) == expected
 
 
 def test_a_shared_delta_is_updated_less_often():
     spam = SpaM(mlp(), N, total_steps=800)
     shared = SpaM(mlp(), N, total_steps=800, prior="unit")
     assert (spam.timetable.update, shared.timetable.update) == (12, 50)
-    assert Settings().pace(100, per_weight=False) == (4, 12)
-    assert Settings().pace(10_000, per_weight=False) == (10, 50)
+    assert pace(Settings(), 100, per_weight=False) == (4, 12)
+    assert pace(Settings(), 10_000, per_weight=False) == (10, 50)
 
 
 def test_frequent_updates_move_the_weights_less():
@@ -46,11 +47,11 @@ def test_delta_is_learned_even_in_a_few_steps():
 
 
 def test_what_is_asked_for_is_kept_and_warned_of_where_it_does_nothing():
-    assert Settings(every=7, update=30).pace(60) == (7, 30)
+    assert pace(Settings(every=7, update=30), 60) == (7, 30)
     with pytest.warns(UserWarning, match=r"δ will not be updated in 24 steps with update=50"):
         SpaM(mlp(), N, total_steps=24, update=50)
     with pytest.warns(UserWarning, match="δ will not be updated in 1000 steps"):
-        Settings(burn_in=0.5, update=500).pace(1000)
+        pace(Settings(burn_in=0.5, update=500), 1000)
     with pytest.raises(ValueError, match=r"0 ≤ burn_in < freeze ≤ 1, not 0\.8 and 0\.5"):
         Settings(burn_in=0.8, freeze=0.5)
     with warnings.catch_warnings():

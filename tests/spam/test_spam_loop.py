@@ -200,7 +200,7 @@ def test_online_the_end_of_an_epoch_is_nothing_special():
     model = mlp()
     spam = SpaM(model, N)
     spam.end_epoch(iter(()))
-    assert (spam.epochs, spam.updates) == (1, 0)
+    assert (spam.timetable.epochs, spam.updates) == (1, 0)
 
 
 # What an update does ---------------------------------------------------------------------------------------------

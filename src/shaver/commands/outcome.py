@@ -16,7 +16,7 @@ from torch import nn
 
 from shaver.commands.subject import Subject, shape_of
 from shaver.files import save
-from shaver.files.folder import PLAN
+from shaver.files.saved import PLAN
 from shaver.io import write_json
 from shaver.lab.run.results import Row
 from shaver.measure import summary

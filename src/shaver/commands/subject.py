@@ -19,7 +19,7 @@ from shaver.commands.options import NetworkOptions, PruneOptions
 from shaver.curvature import estimate
 from shaver.evidence import Posterior, fit_prior
 from shaver.files import TrainedNetwork, load_trained
-from shaver.files.folder import PLAN
+from shaver.files.saved import PLAN
 from shaver.files.trained import read_network
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.measure.evaluating import evaluating

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.evidence import Posterior
-from shaver.files import checkpoints, folder, hub
+from shaver.files import checkpoints, hub, saved
 from shaver.files.network import Factory, StoredNetwork
 from shaver.io import as_path, load_state, load_tensors
 from shaver.likelihoods import Likelihood, get_likelihood
@@ -87,8 +87,8 @@ def read_network(path: Path) -> StoredNetwork:
 
 
 def _read_folder(path: Path) -> StoredNetwork:
-    if (path / folder.PLAN).is_file():
-        return folder.read_saved(path)
+    if (path / saved.PLAN).is_file():
+        return saved.read_saved(path)
     if (path / hub.PLAN).is_file():
         return hub.read_hub_folder(path)
     if (found := checkpoints.load_newest(path)) is not None:
@@ -96,7 +96,7 @@ def _read_folder(path: Path) -> StoredNetwork:
     inside = sorted(p for p in path.rglob("*.safetensors") if not p.stem.endswith("posterior"))
     hint = f" There is {', '.join(map(str, inside[:3]))}{', …' if inside[3:] else ''} in it." if inside else ""
     raise FileNotFoundError(
-        f"{path} holds no saved network ({folder.PLAN}), no hub folder ({hub.PLAN}) and no run of shaver.fit "
+        f"{path} holds no saved network ({saved.PLAN}), no hub folder ({hub.PLAN}) and no run of shaver.fit "
         f"(checkpoints).{hint}"
     )
 

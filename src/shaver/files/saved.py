@@ -1,4 +1,4 @@
-"""The folder of a masked or compact network: only the kept weights are stored, and loading restores every bit.
+"""The folder that ``shaver.save`` writes: only the kept weights are stored, and loading restores every bit.
 
 A folder holds ``plan.json`` (format, version, and the code of each tensor) and one safetensors file named after its
 contents. The plan is written last and atomically, so a folder always holds one complete network, the new or the old
