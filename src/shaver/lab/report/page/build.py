@@ -125,6 +125,7 @@ def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dic
         "notes": list(dict.fromkeys(f"{task['title']}: {task['note']}" for task in tasks if task.get("note"))),
         "failed": [f"{e.title}: {note}" for e in experiments for note in failure_notes(e)],
         "cards": cards,
+        "repaired": any("repaired" in e.stages for e in experiments),
     }
 
 

@@ -294,7 +294,8 @@ function explorer() {
       let wanted = all;
       if (dimension === "criterion") wanted = all.includes(experiment.main) ? [experiment.main] : all.slice(0, 1);
       if (dimension === "prior") wanted = all.includes("parameter-wise") ? ["parameter-wise"] : all.slice(0, 1);
-      if (dimension === "curvature" || dimension === "stage") wanted = all.slice(0, 1);
+      if (dimension === "curvature") wanted = all.slice(0, 1);
+      if (dimension === "stage") wanted = all.filter((v, i) => i === 0 || v === "repaired");
       state[dimension] = new Set(wanted);
       chips(byId(`curves-${dimension}`), `curves-${dimension}`, all.map((v) => [v, names[dimension][v] ?? v]), state[dimension], "checkbox", draw);
     }
@@ -307,8 +308,8 @@ function explorer() {
   function draw() {
     const chosen = data.metrics.find((m) => metric.has(m.key));
     const visible = experiment.curves.filter((c) => c.y[chosen.key] && dimensions.every((d) => value(c, d) === "" || state[d].has(value(c, d))));
-    // Colour says what there is a choice of: criteria first, else priors, curvatures, stages, methods.
-    const varied = ["criterion", "prior", "curvature", "stage", "method"].filter((d) => unique(visible.map((c) => value(c, d)).filter((v) => v !== "")).length > 1);
+    // Colour says what there is a choice of: criteria first, else priors, curvatures, methods, stages.
+    const varied = ["criterion", "prior", "curvature", "method", "stage"].filter((d) => unique(visible.map((c) => value(c, d)).filter((v) => v !== "")).length > 1);
     const by = varied.includes(asked) ? asked : varied[0] || "criterion";
     const others = unique(experiment.curves.map((c) => value(c, by)));
     const slot = (c) => by === "method" ? METHOD_SLOTS[c.method] ?? 8 : by === "criterion" ? data.criteria[c.criterion].slot : value(c, by) === "" ? 7 : [0, 2, 5, 4, 3, 1, 6, 8][others.filter((v) => v !== "").indexOf(value(c, by)) % 8];
@@ -317,7 +318,7 @@ function explorer() {
       .filter(([d, v]) => v !== "" && (d === "method" || d === "criterion" || varied.includes(d)))
       .map(([d, v]) => names[d][v] ?? v).join(", ");
     const lines = visible.map((c) => ({
-      label: label(c), slot: slot(c), dash: by === "method" ? "" : DASHES[c.method] ?? "", key: value(c, by), method: c.method,
+      label: label(c), slot: slot(c), dash: by === "method" ? "" : DASHES[c.method] ?? "", key: value(c, by), method: c.method, stage: c.stage,
       strong: by !== "criterion" || c.criterion === "opd", hollow: by !== "stage" && c.stage !== visible[0].stage,
       points: c.x.map((s, i) => [s, c.y[chosen.key][i]]).filter(([, p]) => p).map(([s, [mean, error]]) => ({
         x: place(s), y: mean * chosen.factor, e: error === null ? 0 : error * chosen.factor,
@@ -332,7 +333,10 @@ function explorer() {
            ticks: TICKS.filter((s) => s <= top + 1e-9).map((s) => ({ at: place(s), text: percent(s) })) },
       y: { label: chosen.title, floor: 0, ceiling: chosen.key === "accuracy" ? 100.5 : undefined },
     });
-    const keys = unique(lines.filter((l) => l.key !== "").map((l) => l.key)).map((k) => ({ label: names[by][k] ?? k, slot: lines.find((l) => l.key === k).slot, dash: "" }));
+    const keys = [false, true].flatMap((hollow) => unique(lines.filter((l) => l.key !== "" && l.hollow === hollow).map((l) => l.key)).map((k) => {
+      const line = lines.find((l) => l.key === k && l.hollow === hollow);
+      return { label: (names[by][k] ?? k) + (hollow ? `, ${names.stage[line.stage] ?? line.stage}` : ""), slot: line.slot, dash: "", hollow };
+    }));
     const methods = by === "method" ? [] : unique(lines.map((l) => l.method)).map((m) => ({ label: data.methods[m] ?? m, slot: null, dash: DASHES[m] ?? "" }));
     legend(byId("curves-key"), [...methods, ...keys]);
     const colours = byId("curves-colour");
