@@ -371,7 +371,7 @@ def _grouped(group: Grouping, parameters: Mapping[str, Tensor]) -> list[Factor]:
             shared[ids].layouts[name] = Axes(p.shape, ())
             continue
         if ids.is_floating_point() or ids.dtype == torch.bool or ids.numel() == 0 or int(ids.min()) < 0:
-            raise ValueError(f"the group ids of {name!r} must be integers from 0, not {ids.dtype} ids {ids!r}.")
+            raise ValueError(f"the group ids of {name!r} must be integers of at least 0, not {ids.dtype} ids {ids!r}.")
         if not broadcasts(ids.shape, p.shape):
             raise ValueError(
                 f"the group ids of {name!r} have shape {tuple(ids.shape)}, which does not broadcast to the "

@@ -118,7 +118,7 @@ def test_mistakes_are_answered():
         make_prior("scalar", {})
     with pytest.raises(ValueError, match=r"group ids of 'conv.weight' have shape \(4,\)"):
         make_prior(lambda name, p: torch.arange(len(p)) if p.ndim else "s", PARAMETERS)
-    with pytest.raises(ValueError, match=r"group ids of 'conv.bias' must be integers from 0"):
+    with pytest.raises(ValueError, match=r"group ids of 'conv.bias' must be integers of at least 0"):
         make_prior(lambda name, p: p if name == "conv.bias" else name, PARAMETERS)
 
 

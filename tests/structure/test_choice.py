@@ -168,7 +168,7 @@ def test_spared_units_fall_last_and_in_their_own_order(spread):
         ({"target": "flops"}, r"pass example="),
         ({"spread": "layer"}, "Valid: 'uniform', 'global'"),
         ({"normalise": "l2"}, "unknown normalisation 'l2'"),
-        ({"normalise": "price"}, 'goes with target="parameters"'),
+        ({"normalise": "price"}, 'works with target="parameters"'),
         ({"round_to": 0}, "round_to must be an integer of at least 1, not 0"),
         ({"min_units": 0}, "min_units must be an integer of at least 1"),
         ({"scores": {"0": torch.ones(8)}}, r"group '2' takes 12 scores, one per unit; given: none"),

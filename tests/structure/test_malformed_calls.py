@@ -72,7 +72,7 @@ def test_a_wrong_network_or_example_is_named(call: str, model: Any, example: Any
         ({"masks": {"0.weight": torch.ones(3, dtype=torch.bool)}}, r"shape \(8, 5\), not torch.bool of shape \(3,\)"),
         ({"masks": {"0.weight": torch.ones(8, 5)}}, "takes truth values"),
         ({"optimizer": "adam", "in_place": True}, "optimizer takes one torch.optim.Optimizer or several, not 'adam'"),
-        ({"spam": "spam", "in_place": True}, "spam is not the SpaM of the network"),
+        ({"spam": "spam", "in_place": True}, "spam belongs to another network"),
         ({"forward": 3}, r"forward must be a function forward\(model, batch\), not 3"),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_wrong_option_of_compact_is_named_and_nothing_changes(options: dict[st
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m, g: find_groups(m, X, seconds="1"), "seconds must be a number from 0, not '1'"),
+        (lambda m, g: find_groups(m, X, seconds="1"), "seconds must be a number of at least 0, not '1'"),
         (lambda m, g: find_groups(m, X, kinds=[3]), "unknown kind of group 3|must be"),
         (lambda m, g: find_groups(m, X, forward=lambda model, x: None), "forward returned a NoneType"),
         (

@@ -238,7 +238,7 @@ def test_what_cannot_follow_is_refused_before_anything_changes():
         ({"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS keeps a history"),
         ({"optimizer": torch.optim.SGD(stranger.parameters(), 0.1)}, "trains another network"),
         ({"optimizer": odd}, r"Odd keeps 'history' of shape \(7, 3\)"),
-        ({"spam": SpaM(stranger, 16)}, "not the SpaM of the network"),
+        ({"spam": SpaM(stranger, 16)}, "spam belongs to another network"),
         ({"hold": mask_units(stranger, groups, kept).hold(stranger)}, "held on another network"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -38,7 +38,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             warnings.warn(f"{' '.join(errors)} The older {path.name} is used instead.", stacklevel=3)
         return path, state
     if errors:
-        raise ValueError("no checkpoint can be read: " + " ".join(errors) + " Pass resume=False to start anew.")
+        raise ValueError("no checkpoint can be read: " + " ".join(errors) + " Pass resume=False to start over.")
     return None
 
 

@@ -86,10 +86,10 @@ def _column(path: Path, column: str) -> Iterator[str]:
         for batch in file.iter_batches(64, columns=[column]):
             texts = batch.column(0).to_pylist()
             if not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"the column {column!r} of {path} holds something else than text.")
+                raise ValueError(f"the column {column!r} of {path} does not hold only text.")
             yield from texts
     except arrow.ArrowException as error:
-        raise ValueError(f"{path} is damaged or no parquet file ({error}).") from error
+        raise ValueError(f"{path} is damaged or not a parquet file ({error}).") from error
 
 
 def _stored(path: Path) -> Tensor:

@@ -313,7 +313,7 @@ def _automatic_masks(worth: Worth | None, limits: Limits, nats: float, budget: f
     if worth is None:
         raise ValueError('sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).')
     if limits.scope != "global":
-        raise ValueError(f'sparsity="auto" judges each weight by itself; scope={limits.scope!r} does not go with it.')
+        raise ValueError(f'sparsity="auto" judges each weight by itself; leave out scope={limits.scope!r}.')
     masks = worth.kept(nats, budget)
     if limits.per_layer:
         for name, gain in worth.gains.items():

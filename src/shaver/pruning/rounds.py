@@ -183,7 +183,7 @@ class Rounds:
             The masks, the quality before and the quality with them.
         """
         if not max_drop >= 0:
-            raise ValueError(f"max_drop is how much quality may be lost, from 0, not {max_drop!r}.")
+            raise ValueError(f"max_drop, how much quality may be lost, must be at least 0, not {max_drop!r}.")
         ranker = self._ranking(scores)
         highest = min(limit, ranker.limit, 1 - 1 / ranker.total)
         before = quality(self.model)

@@ -90,7 +90,7 @@ class ChoiceOptions:
         check_count("round_to", self.round_to)
         check_count("min_units", self.min_units)
         if self.normalise == "price" and self.target not in _PRICED:
-            raise ValueError(f'normalise="price" goes with target="parameters" or "flops", not {self.target!r}.')
+            raise ValueError(f'normalise="price" works with target="parameters" or "flops", not {self.target!r}.')
 
 
 class Chooser:

@@ -49,7 +49,7 @@ class Gradual(Schedule, ChoiceOptions):
         Schedule.__post_init__(self)
         ChoiceOptions.__post_init__(self)
         if self.target == "latency":
-            raise ValueError('target="latency" would be measured anew at each cut; use "flops" while training.')
+            raise ValueError('target="latency" would have to be measured at each cut; use "flops" while training.')
         if self.example is None and (self.groups is None or self.target == "flops"):
             raise ValueError("Gradual needs example=… (an input), to find the groups and to count FLOPs.")
 

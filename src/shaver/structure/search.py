@@ -65,7 +65,7 @@ def find_groups(
     if isinstance(kinds, str):
         kinds = [kinds]
     if not isinstance(seconds, int | float) or not seconds >= 0:
-        raise ValueError(f"seconds must be a number from 0, not {seconds!r}.")
+        raise ValueError(f"seconds must be a number of at least 0, not {seconds!r}.")
     if kinds is not None and not isinstance(kinds, Collection):
         raise TypeError(f"kinds is a list of {', '.join(get_args(Kind))}, or None, not {kinds!r}.")
     check_flags(residual=residual)

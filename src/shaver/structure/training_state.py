@@ -38,9 +38,9 @@ class TrainingState:
         for optimizer in optimizers:
             self._check(optimizer, {id(p) for p in parameters.values()})
         if spam is not None and getattr(spam, "model", None) is not model:
-            raise ValueError("spam is not the SpaM of the network that is made smaller.")
+            raise ValueError("spam belongs to another network, not to the one being made smaller.")
         if hold is not None and hold._model is not model:
-            raise ValueError("the masks are held on another network than the one that is made smaller.")
+            raise ValueError("the masks are held on another network, not on the one being made smaller.")
 
     def _check(self, optimizer: Optimizer, own: set[int]) -> None:
         kind = type(optimizer).__name__
@@ -50,7 +50,7 @@ class TrainingState:
             )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if held and not any(id(p) in own for p in held):
-            raise ValueError(f"the {kind} optimizer trains another network than the one that is made smaller.")
+            raise ValueError(f"the {kind} optimizer trains another network, not the one being made smaller.")
         for parameter, dims in self.dims.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if _slices(value, parameter.shape, dims) is None:

@@ -147,13 +147,15 @@ def _check_method(
         raise ValueError(f'spam= and early_stopping are for method="spam"; this is method={method!r}.')
     if method == "spam" and options.weight_decay:
         raise ValueError(
-            f"SpaM's prior takes the place of weight decay, so weight_decay={options.weight_decay!r} does not go with "
+            f"SpaM's prior takes the place of weight decay, so weight_decay={options.weight_decay!r} has no place with "
             'method="spam"; spam={"initial_precision": …} sets where the prior starts.'
         )
     if method == "spam" and options.teacher is not None:
         raise ValueError('teacher= works only with method="map" or "l1": SpaM\'s evidence does not include a teacher.')
     if online is not None and options.early_stopping:
-        raise ValueError("online pruning reaches its target at a set time, so early_stopping does not go with it.")
+        raise ValueError(
+            "online pruning reaches its target at a set time, so it cannot be combined with early_stopping."
+        )
     defaults = online.spam_defaults if online is not None and method == "spam" else {}
     return {**defaults, **(spam or {})}
 

@@ -41,7 +41,7 @@ def check_same(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -
         hint = " Call torch.manual_seed(…) before creating the network to get the same initial weights each time."
     raise ValueError(
         f"{path} belongs to another run: {'; '.join(differences)}.{hint} "
-        'Use another folder, the same settings, resume=False to start anew, or resume="anyway" to continue with other '
+        'Use another folder, the same settings, resume=False to start over, or resume="anyway" to continue with other '
         "data or initial weights."
     )
 

@@ -84,7 +84,7 @@ class Options:
         if isinstance(self.logger, str):
             check_name("logger", self.logger, ["tensorboard"])
         elif self.logger is not None and not callable(getattr(self.logger, "log", None)):
-            raise TypeError(f"a logger has log(row, epoch); {self.logger!r} has not.")
+            raise TypeError(f"a logger needs a method log(row, epoch); {self.logger!r} has none.")
         for name in ("forward", "targets"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"{name} is a function, not {getattr(self, name)!r}.")

@@ -189,7 +189,7 @@ def _weights(name: str, weights: str | None) -> Path | None:
     if not (Path(weights) / "config.json").is_file():
         raise FileNotFoundError(
             f"weights are read from a local folder with config.json, model.safetensors and the tokenizer's files, as "
-            f"save_pretrained writes it, and {str(weights)!r} is none."
+            f"save_pretrained writes it; {str(weights)!r} is not such a folder."
         )
     return Path(weights)
 

@@ -302,7 +302,7 @@ def _unique(frame: "DataFrame") -> "DataFrame":
     twice = frame[frame.duplicated(_IDENTITY)]
     if len(twice):
         what = ", ".join(f"{name} {twice[name].iloc[0]}" for name in _IDENTITY if twice[name].iloc[0] != "")
-        raise ValueError(f"two rows measure the same thing and differ ({what}); report these runs apart.")
+        raise ValueError(f"two rows measure the same thing and differ ({what}); report these runs separately.")
     return frame
 
 

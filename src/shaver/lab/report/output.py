@@ -57,7 +57,7 @@ def read_runs(folders: Sequence[Path]) -> Study:
     scales = frame.groupby("scale", sort=False).folder.unique()
     if len(scales) > 1:
         what = "; ".join(f"{scale}: {', '.join(where)}" for scale, where in scales.items())
-        raise ValueError(f"runs of different scales do not belong in one table ({what}); report them apart.")
+        raise ValueError(f"runs of different scales do not belong in one table ({what}); report them separately.")
     found = experiments(frame.drop(columns="folder"), titles)
     return Study(found, pandas.concat(histories, ignore_index=True), sources, str(frame.scale.iloc[0]))
 
