@@ -263,7 +263,7 @@ def test_the_list_and_the_recipe_are_shown_without_any_folder(capsys, monkeypatc
         (["small-gpt-imdb"], "'small-gpt' without pretrained weights needs a vocabulary: --vocabularies FOLDER, with "
                              "gpt2-bpe/encoder.json and gpt2-bpe/vocab.bpe in it; or --weights FOLDER"),
         (["distilbert-imdb", "--scale", "paper"], "with bert-base-uncased-vocab/vocab.txt in it"),
-        (["distilbert-imdb", "--weights", "distilbert-base-uncased"], "'distilbert-base-uncased' is none"),
+        (["distilbert-imdb", "--weights", "distilbert-base-uncased"], "'distilbert-base-uncased' is not such a folder"),
         (["gpt2-imdb", "--vocabularies", "nowhere"], "there is no nowhere/gpt2-bpe/encoder.json"),
         (["lenet-mnist", "--weights", "x"], "recipe 'lenet-mnist' uses no texts, so weights has no effect"),
         (["minilm-imdb", "--methods", "map", "l1"], "trains language models: by map or spam, not by l1"),
