@@ -196,9 +196,9 @@ def test_a_terminal_sees_a_progress_bar(tmp_path, server, monkeypatch):
     assert NAME in terminal.getvalue()
 
 
-def source() -> locate.Source[bytes]:
+def source() -> locate.DataSource[bytes]:
     layout = locate.Layout("folder", (NAME,), lambda paths: paths[0].read_bytes())
-    return locate.Source("mnist", (layout,), "folder", ((NAME, MD5),))
+    return locate.DataSource("mnist", (layout,), "folder", ((NAME, MD5),))
 
 
 def test_what_is_missing_goes_into_the_cache_or_the_given_folder(tmp_path, cache, monkeypatch, server):

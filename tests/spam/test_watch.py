@@ -3,6 +3,8 @@
 import math
 import random
 
+from shaver.settings import Settings
+from shaver.timetable import Timetable
 from shaver.watch import FALLS, PAUSE, WINDOW, Watch
 from tests.seeds import OFFSET
 
@@ -42,6 +44,13 @@ def test_a_loss_that_rises_beyond_its_noise_is_harm_and_each_sign_doubles_the_pa
         assert found.startswith("the training loss rose from 0.")
         assert watch.skipped == PAUSE * 2**sign
     assert watch.signs == 3
+
+
+def test_after_harm_the_timetable_skips_as_many_updates():
+    watch = Watch(100)
+    timetable = Timetable(Settings(), None, watch, per_weight=True)
+    watch.skipped = 2
+    assert [timetable.skips() for _ in range(4)] == [True, True, False, False]
 
 
 def test_noise_alone_is_no_harm():

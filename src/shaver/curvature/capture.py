@@ -61,7 +61,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Spread:
+class SharedInput:
     """A module whose input has no samples, such as position embeddings: all samples share its output.
 
     The output is expanded to a view with one copy per sample, so that each copy receives its sample's gradient.
@@ -96,7 +96,7 @@ class Recording:
     linears: Mapping[str, Tensor] = field(default_factory=dict)
     copies: Sequence[Copies] = ()  # raw parameters that get one copy per sample
     # how the modules whose input has no samples get one copy per sample
-    spread: Mapping[str, Spread] = field(default_factory=dict)
+    spread: Mapping[str, SharedInput] = field(default_factory=dict)
 
     @contextmanager
     def of(self, count: int, running: nn.Module | None = None) -> Iterator[list[Call]]:
@@ -126,7 +126,7 @@ class Recording:
 def _record(
     calls: list[Call],
     name: str,
-    spread: Spread | None,
+    spread: SharedInput | None,
     count: int,
     module: nn.Module,
     args: tuple[Any, ...],

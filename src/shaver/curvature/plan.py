@@ -21,7 +21,7 @@ LAYOUTS = ("first", "second", "folded", "folded last")
 
 
 @dataclass
-class Layer:
+class PlannedLayer:
     """A layer and the rule for some of its parameters."""
 
     label: str  # the rule's name
@@ -44,7 +44,7 @@ class Plan:
     """How the curvature of each trainable parameter is computed."""
 
     # layers by their name in the model (or that of an F.linear call)
-    layers: dict[str, Layer] = field(default_factory=dict)
+    layers: dict[str, PlannedLayer] = field(default_factory=dict)
     # raw parameters with one copy per sample, by parameter name
     copies: dict[str, Copies] = field(default_factory=dict)
     generic: dict[str, str] = field(default_factory=dict)  # parameters that get the generic rule, with the reason

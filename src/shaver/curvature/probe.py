@@ -57,7 +57,7 @@ class Reference:
         return sizes
 
 
-class Probe:
+class RuleProbe:
     """A few samples of a batch, passed through the model at randomly perturbed weights.
 
     The weights are copies; the model does not change. They are perturbed because at special weights, such as a

@@ -1,9 +1,9 @@
 """The choice of a rule for each parameter: ordered strategies, each checked against autograd on a few samples.
 
-A strategy is a method ``try_fit(name, reference)`` that returns a :class:`Choice` or None. A choice is used only if its
-per-sample gradients equal autograd's. This one check answers three questions: which dimension of a layer's input holds
-the samples (first, second, or folded with others), whether a module's weight is also used outside the module, and
-whether a subclass computes something else. A parameter that no strategy fits gets the generic rule.
+A strategy is a method ``try_fit(name, reference)`` that returns a :class:`RuleChoice` or None. A choice is used only if
+its per-sample gradients equal autograd's. This one check answers three questions: which dimension of a layer's input
+holds the samples (first, second, or folded with others), whether a module's weight is also used outside the module,
+and whether a subclass computes something else. A parameter that no strategy fits gets the generic rule.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shaver.batches import Forward
-from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Recording, Spread
+from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Recording, SharedInput
 from shaver.curvature.kernels import kernel_shape
-from shaver.curvature.plan import LAYOUTS, Layer, Plan, arranged
-from shaver.curvature.probe import Probe, Reference
+from shaver.curvature.plan import LAYOUTS, Plan, PlannedLayer, arranged
+from shaver.curvature.probe import Reference, RuleProbe
 from shaver.curvature.rules import Candidate, candidates_for, linear
 from shaver.curvature.uses import Dense, Use, merge
 
@@ -37,7 +37,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RuleChoice:
     """How one parameter's per-sample gradients are computed.
 
     Attributes:
@@ -49,7 +49,7 @@ class Choice:
 
     tells: bool
     parts: tuple[Part, ...] = ()
-    spread: Spread | None = None
+    spread: SharedInput | None = None
     copies: Copies | None = None
 
 
@@ -66,12 +66,12 @@ class _Chooser:
         self.owners = _owners(model, wanted)
         self.candidates = {name: list(candidates_for(model.get_submodule(name))) for name in self.owners}
         self.modules = {name: model.get_submodule(name) for name, found in self.candidates.items() if found}
-        self.probe = probe = Probe(model, forward, batch, wanted, self.modules)
+        self.probe = probe = RuleProbe(model, forward, batch, wanted, self.modules)
         self._adopt_functional()
         self.plan = Plan(samples=probe.samples, routed=probe.routed, alters_inputs=probe.alters_inputs)
-        self.spread: dict[str, Spread] = {}
+        self.spread: dict[str, SharedInput] = {}
         self._deciding: dict[str, tuple[bool, bool]] = {}  # layer → how well its layout is known
-        self.choices: dict[str, Choice] = {}
+        self.choices: dict[str, RuleChoice] = {}
         self.left: dict[str, Reference] = {}  # parameters without a rule of the layers, with their gradients
         self.rejected: dict[str, dict[str, str]] = {}  # parameter → rule → why it does not fit
         self._drop_wrong_guesses()
@@ -102,7 +102,7 @@ class _Chooser:
 
     # The strategies ----------------------------------------------------------------------------------------------
 
-    def layer_rules(self, name: str, reference: Reference) -> Choice | None:
+    def layer_rules(self, name: str, reference: Reference) -> RuleChoice | None:
         """The first combination of rules and layouts that fits, with one rule and layout per layer."""
         called = [(layer, own) for layer, own in self._places(name) if layer in self.probe.passed]
         if not called:
@@ -114,10 +114,10 @@ class _Chooser:
         for parts in itertools.islice(itertools.product(*options), _COMBINATIONS):
             uses = [(part, call, grad) for part in parts for call, grad in self.probe.passed[part.layer]]
             if (tells := self._agreement(name, uses, reference)) is not None:
-                return Choice(tells, parts)
+                return RuleChoice(tells, parts)
         return None
 
-    def layer_without_samples(self, name: str, reference: Reference) -> Choice | None:
+    def layer_without_samples(self, name: str, reference: Reference) -> RuleChoice | None:
         """A rule for a layer that is called without samples, and whose output can have one copy per sample."""
         called = [(layer, own) for layer, own in self._places(name) if layer in self.probe.passed]
         if len(called) != 1 or called[0][0] not in self.modules:
@@ -125,7 +125,7 @@ class _Chooser:
         ((layer, own),) = called
         inputs = [call.inputs for call, _ in self.probe.passed[layer]]
         for ones in (-1, 0):
-            spread = Spread(inputs[0].ndim, ones)
+            spread = SharedInput(inputs[0].ndim, ones)
             if len({x.shape for x in inputs}) > 1 or not spread.fits(inputs[0]):
                 continue
             passed = self._attempt(Recording({layer: self.modules[layer]}, spread={layer: spread}))
@@ -133,10 +133,10 @@ class _Chooser:
                 part = Part(layer, own, candidate, "first")
                 uses = [(part, call, grad) for call, grad in passed]
                 if uses and (tells := self._agreement(name, uses, reference)) is not None:
-                    return Choice(tells, (part,), spread=spread)
+                    return RuleChoice(tells, (part,), spread=spread)
         return None
 
-    def copied_parameter(self, name: str, reference: Reference) -> Choice | None:
+    def copied_parameter(self, name: str, reference: Reference) -> RuleChoice | None:
         """A raw parameter that broadcasts: each copy receives its sample's gradient."""
         places = self._places(name, real=True)
         is_called = any(layer in self.probe.passed for layer, _ in self._places(name))
@@ -153,7 +153,7 @@ class _Chooser:
             if len(passed) == 1:
                 use = Dense(passed[0][1].reshape(1, self.probe.count, *reference.shape))
                 if self.probe.agreement(use, reference):
-                    return Choice(True, copies=copies)
+                    return RuleChoice(True, copies=copies)
         return None
 
     # Shared by the strategies ------------------------------------------------------------------------------------
@@ -214,13 +214,13 @@ class _Chooser:
                 self.owners[call.name] = own
                 self.candidates[call.name] = [Candidate("linear", linear)]
 
-    def _add(self, name: str, choice: Choice) -> None:
+    def _add(self, name: str, choice: RuleChoice) -> None:
         """Add a choice. A layer has one layout; its weight decides, unless the weight's gradient tells nothing."""
         if choice.copies is not None:
             self.plan.copies[name] = choice.copies
         for part in choice.parts:
             label, rule = part.candidate.label, part.candidate.rule
-            layer = self.plan.layers.setdefault(part.layer, Layer(label, rule, part.layout))
+            layer = self.plan.layers.setdefault(part.layer, PlannedLayer(label, rule, part.layout))
             weight = (choice.tells, part.own == "weight")  # a bias alone fits several layouts
             if weight > self._deciding.get(part.layer, (False, False)):
                 layer.label, layer.rule, layer.layout = label, rule, part.layout

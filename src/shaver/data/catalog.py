@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shaver.data import sources
 from shaver.data.augmentation import FlipCrop
-from shaver.data.locate import Source
+from shaver.data.locate import DataSource
 from shaver.data.memory import InMemory
 from shaver.data.sources import Arrays
 from shaver.naming import check_count, check_name, require
@@ -231,7 +231,7 @@ def _split(inputs: NDArray[np.generic], labels: NDArray[np.generic], seed: int) 
     return inputs[train], labels[train], inputs[test], labels[test]
 
 
-def _from(source: Source[Arrays]) -> Callable[[str | os.PathLike[str] | None, bool, int], Arrays]:
+def _from(source: DataSource[Arrays]) -> Callable[[str | os.PathLike[str] | None, bool, int], Arrays]:
     return lambda root, download, seed: source.read(root, download)
 
 

@@ -36,7 +36,7 @@ class Layout(Generic[Content]):
 
 
 @dataclass(frozen=True)
-class Source(Generic[Content]):
+class DataSource(Generic[Content]):
     """The layouts of a data set, best first, and the files to download.
 
     Attributes:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shaver.data import cifar, imdb
 from shaver.data.formats import read_idx
-from shaver.data.locate import Layout, Source
+from shaver.data.locate import DataSource, Layout
 
 #: Train inputs, train labels, test inputs, test labels.
 Arrays = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
@@ -20,15 +20,15 @@ def _read_mnist(paths: Sequence[Path]) -> Arrays:
     return images[:, None], labels, test_images[:, None], test_labels
 
 
-def _mnist_source(name: str, folders: Sequence[str], md5s: Sequence[str]) -> Source[Arrays]:
+def _mnist_source(name: str, folders: Sequence[str], md5s: Sequence[str]) -> DataSource[Arrays]:
     files = tuple(f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
     layouts = tuple(Layout(folder, files, _read_mnist) for folder in folders)
-    return Source(name, layouts, folders[0], tuple(zip(files, md5s, strict=True)))
+    return DataSource(name, layouts, folders[0], tuple(zip(files, md5s, strict=True)))
 
 
 def _cifar_source(
     name: str, unpacked: str, archive: str, md5: str, batches: tuple[str, ...], labels: str
-) -> Source[Arrays]:
+) -> DataSource[Arrays]:
     members = tuple(f"{unpacked}/{batch}" for batch in batches)
     sheets = (*(f"{batch}.webp" for batch in batches), "labels.npz")
     plain: Callable[[Sequence[Path]], Arrays] = partial(cifar.read_batches, labels=labels)
@@ -37,7 +37,7 @@ def _cifar_source(
         layouts.append(Layout(folder, members, plain))
         layouts.append(Layout(folder, (archive,), lambda paths: cifar.read_archive(paths[0], members, labels)))
     layouts.insert(1, Layout(name, sheets, cifar.read_sheets))
-    return Source(name, tuple(layouts), name, ((archive, md5),))
+    return DataSource(name, tuple(layouts), name, ((archive, md5),))
 
 
 MNIST = _mnist_source(
@@ -77,7 +77,7 @@ CIFAR100 = _cifar_source(
     "fine_labels",
 )
 _REVIEWS = tuple(f"aclImdb/{part}/{sentiment}" for part in ("train", "test") for sentiment in ("neg", "pos"))
-IMDB: Source[tuple[imdb.Reviews, imdb.Reviews]] = Source(
+IMDB: DataSource[tuple[imdb.Reviews, imdb.Reviews]] = DataSource(
     "imdb",
     (
         Layout("imdb", ("train.parquet", "test.parquet"), imdb.read_parquet),

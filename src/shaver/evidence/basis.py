@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shaver.curvature.blocks import Curvature, DiagonalBlock, KroneckerBlock, at_least_float32
-from shaver.priors import Axes, Layout
+from shaver.layouts import Axes, Layout
 
 
 class Basis(ABC):

@@ -23,7 +23,7 @@ COLUMNS = 256
 
 
 @dataclass(frozen=True)
-class Stage:
+class BlockStage:
     """Layers of a block that read the same tensor.
 
     Attributes:
@@ -65,7 +65,7 @@ def matrix(module: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def find_stages(block: nn.Module, call: Call, hidden: Tensor) -> list[Stage]:
+def find_stages(block: nn.Module, call: Call, hidden: Tensor) -> list[BlockStage]:
     """Run a block once and note which layers read which tensor, and where outputs join the residual stream."""
     inputs: dict[str, Tensor] = {"": hidden}
     outputs: dict[str, Tensor] = {}
@@ -100,7 +100,7 @@ def find_stages(block: nn.Module, call: Call, hidden: Tensor) -> list[Stage]:
                 if y.shape == x.shape and any(_equal(x + y, z) for z in later):
                     residual[path] = name
                     break
-        stages.append(Stage(tuple(paths), residual))
+        stages.append(BlockStage(tuple(paths), residual))
     return stages
 
 
@@ -110,11 +110,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def stage_moments(
     block: nn.Module,
-    stages: Sequence[Stage],
+    stages: Sequence[BlockStage],
     calls: Sequence[Call],
     hidden: list[Tensor],
     dense: list[Tensor] | None = None,
-) -> Generator[tuple[Stage, StageMoments]]:
+) -> Generator[tuple[BlockStage, StageMoments]]:
     """The moments of one stage after the other; changes to the block are in force for the stages after it.
 
     Args:
@@ -188,7 +188,7 @@ def stage_moments(
                 states[place] = left.pop(lane)
 
 
-def _at(stage: Stage, lane: Lane) -> Tensor:
+def _at(stage: BlockStage, lane: Lane) -> Tensor:
     found = lane.advance()
     if found is None or found[0] is not stage:
         raise ValueError(

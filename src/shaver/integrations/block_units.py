@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shaver.integrations.causal_blocks import BlockChain
 from shaver.structure import find_groups
 from shaver.structure.config_widths import evened, expressible
-from shaver.structure.damage import Reader, eliminate
+from shaver.structure.damage import UnitReader, eliminate
 from shaver.structure.groups import Group, Groups, kept_units, mask_units, remaining, tensors_of
 from shaver.structure.record import RemovalRecord, resize
 from shaver.structure.scores import unit_scores
@@ -96,7 +96,7 @@ class BlockUnits:
         """
         for name, columns in _read_by(self.widths.groups, path):
             group, stay = self.widths.groups[name], self.widths.stay[name]
-            reader = Reader(mean.double(), second.double(), columns, ridge=ridge) if self.repair else None
+            reader = UnitReader(mean.double(), second.double(), columns, ridge=ridge) if self.repair else None
             if name not in self.kept and reader is not None and self.criterion == "opd":
                 _, alive = eliminate(group.units, [reader], stay)
                 self.kept[name] = torch.zeros(group.units, dtype=torch.bool).index_fill_(0, alive, True)

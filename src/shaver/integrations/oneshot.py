@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.criteria.order import best_of_each
-from shaver.integrations.block_moments import Stage, StageMoments, find_stages, is_layer, matrix, stage_moments
+from shaver.integrations.block_moments import BlockStage, StageMoments, find_stages, is_layer, matrix, stage_moments
 from shaver.integrations.block_units import BlockUnits, Widths, find_widths, shrink
 from shaver.integrations.causal_blocks import BlockChain, find_blocks
 from shaver.integrations.whole_layers import drop_layers, find_layers, layers_to_remove
@@ -254,7 +254,7 @@ def _whole(place: str, block: nn.Module, is_kept: bool) -> list[PrunedMatrix]:
 def _prune_stage(
     work: nn.Module,
     block: nn.Module,
-    stage: Stage,
+    stage: BlockStage,
     moments: StageMoments,
     settings: OneShot,
     units: BlockUnits | None,

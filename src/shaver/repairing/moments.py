@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shaver.repairing.lockstep import Lane, lanes, visiting
-from shaver.repairing.sites import Plan, Site, bias_of, parts_of, site_input, site_output
+from shaver.repairing.sites import RepairPlan, Site, bias_of, parts_of, site_input, site_output
 from shaver.repairing.views import input_rows, output_rows
 
 #: Rows of inputs per layer beyond which a convolution's positions are thinned out.
@@ -73,7 +73,11 @@ class _Sums:
 
 
 def sequential_moments(
-    plan: Plan, model: nn.Module, reference: nn.Module, batches: Sequence[Any], call: Callable[[nn.Module, Any], object]
+    plan: RepairPlan,
+    model: nn.Module,
+    reference: nn.Module,
+    batches: Sequence[Any],
+    call: Callable[[nn.Module, Any], object],
 ) -> Generator[tuple[Site | str, Moments | Statistics]]:
     """The moments of one stop after the other, in the order of the forward pass.
 

@@ -92,7 +92,7 @@ class Site:
 
 
 @dataclass
-class Plan:
+class RepairPlan:
     """The sites and norms of a network in the order of the forward pass.
 
     Attributes:
@@ -148,7 +148,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     return list(found.values())
 
 
-def make_plan(model: nn.Module, run: Callable[[], object], wanted: Iterable[str]) -> Plan:
+def make_plan(model: nn.Module, run: Callable[[], object], wanted: Iterable[str]) -> RepairPlan:
     """Run the network once and note which sites and norms it uses, in which order.
 
     Args:
@@ -157,7 +157,7 @@ def make_plan(model: nn.Module, run: Callable[[], object], wanted: Iterable[str]
         wanted: Parameter names that must be repaired or named in ``unrepaired``.
     """
     sites = find_sites(model)
-    plan = Plan({user: site for site in sites for user in site.users}, norms=tuple(norms_of(model)))
+    plan = RepairPlan({user: site for site in sites for user in site.users}, norms=tuple(norms_of(model)))
     made = _Outputs()
 
     def note(_: Lane, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:

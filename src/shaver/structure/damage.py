@@ -44,7 +44,7 @@ def unit_damage(
     Raises:
         ValueError: No layer that reads a group can be repaired.
     """
-    readers: dict[str, list[Reader]] = {name: [] for name in groups}
+    readers: dict[str, list[UnitReader]] = {name: [] for name in groups}
     for site, moments in dense_moments(model, batches, forward):
         for name, group in groups.items():
             readers[name] += _readers(model, group, site, moments)
@@ -57,7 +57,7 @@ def unit_damage(
     return {name: eliminate(groups[name].units, readers[name])[0] for name in groups}
 
 
-class Reader:
+class UnitReader:
     """A layer that reads the units of a group: its weights, repaired after each removal, and P⁻¹.
 
     Args:
@@ -103,7 +103,7 @@ class Reader:
         self._inverse = self._inverse - self._inverse[:, gone] @ share
 
 
-def _readers(model: nn.Module, group: Group, site: Site, moments: Moments) -> list[Reader]:
+def _readers(model: nn.Module, group: Group, site: Site, moments: Moments) -> list[UnitReader]:
     """The site as a reader of the group, once for each group of a grouped convolution."""
     found = []
     for piece in group.slices:
@@ -119,11 +119,11 @@ def _readers(model: nn.Module, group: Group, site: Site, moments: Moments) -> li
         for part, weights, second in zip(which, weight, moments.second, strict=True):
             if bool((part == part[:1]).all()) and bool((part[0] >= 0).any()):
                 order = part[0].argsort(stable=True)[int((part[0] < 0).sum()) :]
-                found.append(Reader(weights, second, order.reshape(group.units, -1), constant=constant))
+                found.append(UnitReader(weights, second, order.reshape(group.units, -1), constant=constant))
     return found
 
 
-def eliminate(units: int, readers: Sequence[Reader], keep: int = 0) -> tuple[Tensor, Tensor]:
+def eliminate(units: int, readers: Sequence[UnitReader], keep: int = 0) -> tuple[Tensor, Tensor]:
     """Each unit's cost at its removal, and which are left; ``keep`` of them stay and have no cost."""
     scores, alive, highest = torch.zeros(units, dtype=torch.float64), torch.arange(units), 0.0
     while len(alive) > keep:

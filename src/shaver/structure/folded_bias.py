@@ -22,8 +22,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass
-class Reader:
-    """A layer that reads removed units, and what it received from them.
+class RemovedInputs:
+    """The inputs of a layer that come from removed units, and the range of their values.
 
     Attributes:
         name: Qualified name of the layer.
@@ -117,7 +117,7 @@ class Reader:
             )
 
 
-def readers_of(model: nn.Module, groups: Groups, kept: Mapping[str, Tensor]) -> list[Reader]:
+def readers_of(model: nn.Module, groups: Groups, kept: Mapping[str, Tensor]) -> list[RemovedInputs]:
     """The layers that read removed units through a weight whose input dimension is known."""
     found = []
     for name, keep in kept.items():
@@ -128,15 +128,15 @@ def readers_of(model: nn.Module, groups: Groups, kept: Mapping[str, Tensor]) -> 
             layer = model.get_submodule(owner)
             known = isinstance(layer, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)) or is_transposed_linear(layer)
             if known and piece.dim == 1 - output_dim(layer):
-                found.append(Reader(owner, name, layer, piece.index[~keep.cpu()].reshape(-1)))
+                found.append(RemovedInputs(owner, name, layer, piece.index[~keep.cpu()].reshape(-1)))
     return found
 
 
 @contextmanager
-def recording(readers: list[Reader]) -> Iterator[None]:
+def recording(readers: list[RemovedInputs]) -> Iterator[None]:
     """Inside the block, the readers record what their layers receive."""
 
-    def hook(reader: Reader) -> Any:
+    def hook(reader: RemovedInputs) -> Any:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             reader.see(args[0] if args else next(iter(kwargs.values())))
 
@@ -150,7 +150,7 @@ def recording(readers: list[Reader]) -> Iterator[None]:
             handle.remove()
 
 
-def folded_biases(readers: list[Reader], tolerance: float) -> dict[str, Tensor]:
+def folded_biases(readers: list[RemovedInputs], tolerance: float) -> dict[str, Tensor]:
     """Bias name → its new values, of the layer's full width, for the readers that receive a constant."""
     added: dict[str, Tensor] = {}
     layers: dict[str, nn.Module] = {}

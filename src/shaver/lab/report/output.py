@@ -13,7 +13,7 @@ from shaver.lab.report.figures import write_figures
 from shaver.lab.report.formats import comma_separated, latex, markdown, terminal
 from shaver.lab.report.frame import Experiment, experiments, load_histories, load_runs
 from shaver.lab.report.names import METRICS
-from shaver.lab.report.page import Source, render_page
+from shaver.lab.report.page import RunFolder, render_page
 from shaver.lab.report.tables import Table, quality_table, scoring_table, size_table, summary_table, training_table
 from shaver.lab.run.results import read_study
 from shaver.naming import check_name
@@ -31,7 +31,7 @@ class Study:
 
     experiments: Sequence[Experiment]  # what was measured
     histories: "DataFrame"  # training curves
-    sources: Sequence[Source]  # the folders
+    sources: Sequence[RunFolder]  # the folders
     scale: str  # the one scale of all of them
 
 
@@ -42,13 +42,13 @@ def read_runs(folders: Sequence[Path]) -> Study:
     import pandas
 
     frames, histories = [], []
-    sources: list[Source] = []
+    sources: list[RunFolder] = []
     titles: dict[tuple[str, str], str] = {}
     for folder in {folder.resolve(): folder for folder in folders}.values():
         frames.append(load_runs(folder).assign(folder=str(folder)))
         if frames[-1].empty:
             raise ValueError(f"{folder} has results without a single row; `shaver run` with its recipe makes them.")
-        source = Source(folder, read_study(folder), tuple(sorted((folder / "pictures").glob("*.svg"))))
+        source = RunFolder(folder, read_study(folder), tuple(sorted((folder / "pictures").glob("*.svg"))))
         sources.append(source)
         name = source.recipe["name"]
         histories.append(load_histories(folder, name, source.study["cells"]))

@@ -49,7 +49,7 @@ _CAPTIONS = {
 
 
 @dataclass(frozen=True)
-class Source:
+class RunFolder:
     """A run folder: where it is, what its ``study.json`` says, and the pictures in it."""
 
     folder: Path
@@ -64,7 +64,7 @@ class Source:
 
 
 def render_page(
-    experiments: Sequence[Experiment], histories: "DataFrame", sources: Sequence[Source], scale: str
+    experiments: Sequence[Experiment], histories: "DataFrame", sources: Sequence[RunFolder], scale: str
 ) -> str:
     """The whole page as text of at most :data:`LIMIT` bytes.
 
@@ -99,7 +99,7 @@ def render_page(
     )
 
 
-def _header(experiments: Sequence[Experiment], sources: Sequence[Source]) -> dict[str, Any]:
+def _header(experiments: Sequence[Experiment], sources: Sequence[RunFolder]) -> dict[str, Any]:
     titles = {source.recipe["title"] for source in sources}
     title = titles.pop() if len(titles) == 1 else "How much of these networks can be removed?"
     methods = in_order((t.method for e in experiments for t in e.variants), METHOD_NAMES)
@@ -142,7 +142,7 @@ def _tables(experiments: Sequence[Experiment]) -> dict[str, Any]:
     return found | {"other_metrics": ", ".join(metric.title for metric in METRICS[1:])}
 
 
-def _pictures(sources: Sequence[Source], room: int) -> dict[str, Any]:
+def _pictures(sources: Sequence[RunFolder], room: int) -> dict[str, Any]:
     """Captions and contents of the pictures that fit, as images: nothing in them runs, and their ids stay their own."""
     shown, left = [], []
     for path in (path for source in sources for path in source.pictures):
@@ -155,7 +155,7 @@ def _pictures(sources: Sequence[Source], room: int) -> dict[str, Any]:
     return {"pictures": shown, "too_large": left}
 
 
-def _run(source: Source) -> dict[str, Any]:
+def _run(source: RunFolder) -> dict[str, Any]:
     """How a run is reproduced: its command, what it was made with, and its recipe."""
     known = {key: source.study[key] for key in _FACTS if source.study.get(key)}
     known["machine"] = {key: value for key, value in source.study["machine"].items() if key != "host"}
