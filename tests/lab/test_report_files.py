@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from shaver.commands.main import main
-from shaver.lab.report.figures import front, place, write_figures
+from shaver.lab.report.canvas import place
+from shaver.lab.report.figures import front, write_figures
 from shaver.lab.report.frame import Variant, experiments, training_curves
 from shaver.lab.report.output import read_runs, write_report
 from shaver.lab.report.page import LIMIT

@@ -16,7 +16,8 @@ from shaver.criteria import score
 from shaver.files import load_trained, save
 from shaver.io import read_json
 from shaver.lab.recipes.catalogue import get_recipe
-from shaver.lab.report.figures import drawing, overview, save_figure
+from shaver.lab.report.canvas import drawing, save_figure
+from shaver.lab.report.figures import overview
 from shaver.lab.report.filters import filter_bank, layer_bars, precision_histograms
 from shaver.lab.report.output import read_runs, write_report
 from shaver.lab.run.engines import LocalEngine

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.criteria import prunable
-from shaver.lab.report.figures import CYCLE, drawing, save_figure
+from shaver.lab.report.canvas import CYCLE, drawing, save_figure
 from shaver.structure import removal_record
 
 _NEGATIVE, _ZERO, _POSITIVE = "#1f5fa8", "#ebebeb", "#c8381e"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, StrictUndefined
 
 from shaver import __version__
-from shaver.lab.report.figures import COLOURS, COSTS, changes_cost, main_curves, varying_costs
+from shaver.lab.report.canvas import COLOURS
+from shaver.lab.report.figures import COSTS, changes_cost, main_curves, varying_costs
 from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, training_curves
 from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, Names, in_order
 from shaver.lab.report.tables import (
