@@ -56,7 +56,7 @@ def test_every_format_is_written_and_listed(written):
     figures = ("accuracy", f"{slug}-quality", f"{slug}-priors", f"{slug}-pareto", f"{slug}-training", "costs")
     assert {f"{name}.{kind}" for name in figures for kind in ("svg", "png")} <= names
     assert "Tiny FCN on breast cancer: test accuracy" in shown
-    assert "Share that can be removed" in shown
+    assert "Share of weights that can be removed" in shown
 
 
 def test_the_table_has_the_mean_and_error_of_the_rows(written, toy_run):
