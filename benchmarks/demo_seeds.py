@@ -37,8 +37,8 @@ def measure(settings: dict[str, Any], tasks: list[str] | None, file: Path) -> No
 
     from shaver.lab.recipes.catalogue import get_recipe
     from shaver.lab.recipes.grid import cells_of
-    from shaver.lab.run.evaluation import evaluate, is_better_than_guessing
     from shaver.lab.run.networks import load_data, obtain
+    from shaver.lab.run.stage_rows import evaluate, is_better_than_guessing
 
     recipe = get_recipe("demo").override(
         tasks=tasks or ["demo-digits", "demo-cancer"], criteria=["opd"], sparsities=SPARSITIES, **settings

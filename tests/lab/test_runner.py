@@ -285,7 +285,7 @@ def test_a_cell_stopped_while_pruning_measures_only_what_is_missing(tmp_path, mo
     (folder / "rows.csv").write_text("\n".join(kept) + "\n")
     scored = []
     monkeypatch.setattr(
-        "shaver.lab.run.evaluation.score",
+        "shaver.lab.run.stage_rows.score",
         lambda model, name, **given: scored.append(name) or shaver.score(model, name, **given),
     )
     in_process(tmp_path, cell)

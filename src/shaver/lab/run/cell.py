@@ -46,8 +46,8 @@ def run_cell(folder: str, store: str, any_code: bool = False) -> None:
 def _run(cell: Cell, place: Path, store: Path, any_code: bool, status: "_Status") -> None:
     import torch
 
-    from shaver.lab.run.evaluation import evaluate, is_better_than_guessing
     from shaver.lab.run.networks import FILES, load_data, obtain
+    from shaver.lab.run.stage_rows import evaluate, is_better_than_guessing
 
     torch.set_num_threads(1)
     training, code = cell.training, code_version("cell")

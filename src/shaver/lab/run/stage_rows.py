@@ -1,4 +1,4 @@
-"""A trained network, pruned and measured: one row for each criterion and sparsity."""
+"""The rows of a stage: a trained network, pruned and measured, one row for each criterion and sparsity."""
 
 import copy
 import math
