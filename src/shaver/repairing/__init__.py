@@ -1,4 +1,4 @@
-"""Repair: what is left of a pruned network compensates for what was removed, without labels or training."""
+"""Repair: adjust the remaining weights of a pruned network to compensate for the removed ones, without labels."""
 
 from shaver.repairing.damage import output_damage
 from shaver.repairing.joint import joint_fit

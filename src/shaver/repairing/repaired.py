@@ -87,10 +87,10 @@ def repair(
     forward: Forward | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Repaired:
-    """Give the weights that are left of a pruned network the values that compensate for the removed ones.
+    """Adjust the remaining weights of a pruned network, so that they compensate for the removed ones.
 
     Each layer, in the order of the forward pass, gets the conditional mean of its posterior: the weights whose outputs,
-    on the inputs that the repaired layers before it give, are nearest to the dense network's. Removed weights stay
+    on the inputs that the repaired layers before it produce, are closest to the dense network's. Removed weights stay
     zero. Biases take part, and BatchNorm statistics are measured again. No labels are needed, and no gradients unless
     ``passes`` are given: then all layers are fitted together afterwards, to the dense network's outputs.
 
@@ -112,7 +112,7 @@ def repair(
         damping: How strongly weights are held near the dense ones, as a share of the mean squared input. ``None`` is
             0.01; without batches, ``None`` is the posterior's δ.
         passes: Passes over the batches in which all layers are fitted together (:func:`shaver.repairing.joint_fit`).
-            Each batch is one step of gradient descent. They help most where most was removed; 20 to 50 are useful.
+            Each batch is one step of gradient descent. They help most at high sparsity; 10 to 40 are useful.
         forward: ``forward(model, batch)`` for batches of another layout.
         progress: ``progress(done, total)`` is called after each layer and each pass.
 

@@ -146,7 +146,7 @@ def compact_with_report(
             the weights that remain are repaired (:func:`shaver.repair`), so that the small network's outputs are near
             those of the whole one.
         passes: Passes over the calibration data in which all layers of the small network are fitted together
-            (:func:`shaver.repairing.joint_fit`). They help most where most was removed; 20 to 50 are useful.
+            (:func:`shaver.repairing.joint_fit`). They help most at high sparsity; 10 to 40 are useful.
         in_place: Change the network itself.
         optimizer: Its state is sliced too, so that training goes on without a jump; needs ``in_place``.
         spam: Its prior and curvature are sliced too; needs ``in_place``.
