@@ -155,9 +155,9 @@ def prune(
             itself expects. Default: 0.05, and at most 0.02 nats per sample.
         valid: Validation batches, whose accuracy is measured, or ``quality(model) -> float``, higher is better.
         max_drop: Find the highest sparsity that loses at most this much quality (0.01 is one point of accuracy).
-        calibration: Batches of unlabelled inputs: a few hundred samples help, 1,000 to 4,000 are better. The first 4,096 of
-            a loader are read. The network is pruned in rounds and repaired after each (:func:`shaver.repair`); with
-            ``"auto"`` and N:M it is pruned at once and repaired once.
+        calibration: Batches of unlabelled inputs: a few hundred samples help, 1,000 to 4,000 are better. Of a loader,
+            the first 4,096 are read. The network is pruned in rounds and repaired after each (:func:`shaver.repair`);
+            with ``"auto"`` and N:M it is pruned at once and repaired once.
         passes: Passes over the calibration data in which all layers are fitted together after the last round. They
             help most at high sparsity; see :func:`shaver.repair`.
         forward: ``forward(model, batch)`` for validation and calibration batches of another layout.
