@@ -24,10 +24,6 @@ _NAMES = {
     "score": "shaver.criteria",
     "sparse_inference": "shaver.pruning",
 }
-_ROOMS = (
-    *("criteria", "curvature", "data", "evidence", "files", "integrations", "io", "lab", "likelihoods", "measure"),
-    *("priors", "pruning", "repairing", "settings", "structure", "testing", "training", "zoo"),
-)
 
 __all__ = [
     "Diverged",
@@ -97,12 +93,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        value = getattr(import_module(_NAMES[name]), name)
-    elif name in _ROOMS:
-        value = import_module(f"shaver.{name}")
-    else:
+    if name not in __all__:
         raise AttributeError(f"module 'shaver' has no attribute {name!r}")
+    value = getattr(import_module(_NAMES[name]), name) if name in _NAMES else import_module(f"shaver.{name}")
     globals()[name] = value  # the next access is an ordinary one
     return value
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import LABELS, Forward, batch_size_of, check_batches
+from shaver.batches import Forward, batch_size_of, check_batches
+from shaver.measure import example
 
 #: What is read of a loader or generator: this many samples, or this many batches. A list is taken whole.
 SAMPLES, BATCHES = 4096, 512
@@ -25,10 +26,8 @@ def call(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     """
     if forward is not None:
         return forward(model, batch)
-    if isinstance(batch, Tensor):
-        return model(batch)
-    if isinstance(batch, Mapping):
-        return model(**{key: value for key, value in batch.items() if key != LABELS})
+    if isinstance(batch, Tensor | Mapping):
+        return example.call(model, batch)
     if isinstance(batch, tuple | list) and batch:
         return model(*(batch[:-1] if len(batch) > 1 else batch))
     raise TypeError(

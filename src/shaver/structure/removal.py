@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from shaver.batches import Forward, check_values
+from shaver.batches import Forward, check_values, tensors_in
 from shaver.curvature.capture import copied, undisturbed
 from shaver.measure.example import Example, call
 from shaver.pruning.masks import Hold
@@ -238,13 +238,13 @@ def _outputs(result: Any) -> list[Tensor]:
         named = result.get(key) if isinstance(result, Mapping) else getattr(result, key, None)
         if isinstance(named, Tensor):
             result = named
-    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    found = [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
     if not found:
         raise TypeError(
             f"the network returned a {type(result).__name__} without a tensor to compare; pass forward=lambda model, "
             "example: … that returns the outputs"
         )
-    return [leaf.detach() for leaf in found]
+    return [tensor.detach() for tensor in found]
 
 
 def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
