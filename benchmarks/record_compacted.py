@@ -1,7 +1,6 @@
-"""The highest compression of the convolutional LeNets on MNIST: pruned while they train, then trained small.
+"""LeNet-5-Caffe on MNIST with at most one of 280 weights and biases: pruned while it trains, then trained small.
 
-    python benchmarks/record_compacted.py                                  # LeNet-5-Caffe, three seeds
-    python benchmarks/record_compacted.py --network lenet                  # the paper's LeNet, 99 % removed
+    python benchmarks/record_compacted.py                                  # three seeds
     python benchmarks/record_compacted.py --method map --seeds 0           # gradual magnitude pruning, the same way
     python benchmarks/record_compacted.py --seeds 100 --held-out --no-test # to choose settings
 
@@ -12,13 +11,12 @@ Adds its rows to docs/results/record.csv. With --held-out it trains on 50,000 im
 2. `shaver.compact` removes the units that have no weights left, so that an epoch takes a third of the time.
 3. The remaining weights train under a plain Gaussian prior with the masks held, and the learning rate falls to zero.
 
-The recipes `record-caffe` and `record-lenet` are the same training without part 2: slower, but one call of `fit`.
+The recipe `record-caffe` is the same training without part 2: slower, but one call of `shaver.fit`.
 Part 1 is kept in --runs: an interrupted training goes on, and part 3 can be repeated with other settings.
 """
 
 import argparse
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +32,13 @@ from shaver.io import load_state, save_state, write_csv
 from shaver.lab.run.results import read_rows
 from shaver.pruning import Masks, Online
 
-BATCH, LR = 128, 0.05
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How one network is trained."""
-
-    task: str  # its name in record.csv
-    compression: float  # slightly more than what is asked for, so that the rounded count is enough
-    epochs: tuple[int, int]  # of part 1 and of part 3
-    precision: float  # of the Gaussian prior before δ is learned, and in part 3
-
-
-NETWORKS = {
-    "lenet_caffe": Settings("lenet-caffe", 281, (10, 20), 20.0),
-    "lenet": Settings("lenet-mnist", 100.1, (10, 20), 20.0),
-}
+TRAINING: dict[str, Any] = {"lr": 0.05, "batch_size": 128, "progress": False}
+#: Of part 1 and of part 3.
+EPOCHS = (10, 20)
+#: Of the Gaussian prior before δ is learned, and in part 3.
+PRECISION = 20.0
+#: Share of all weights and biases to remove: slightly more than 280×, so that the rounded count is enough.
+SPARSITY = 1 - 1 / 281
 
 
 def nonzero(model: nn.Module) -> Masks:
@@ -58,32 +46,29 @@ def nonzero(model: nn.Module) -> Masks:
     return Masks({name: p.detach() != 0 for name, p in model.named_parameters()})
 
 
-def prune_while_training(
-    network: str, method: str, settings: Settings, train: InMemory, seed: int, place: Path
-) -> nn.Module:
+def prune_while_training(method: str, train: InMemory, seed: int, place: Path) -> nn.Module:
     """Part 1; read from its file if it is there."""
-    model, file = zoo.build(network, seed=seed), place / "pruned.safetensors"
+    model, file = zoo.build("lenet_caffe", seed=seed), place / "pruned.safetensors"
     if not file.exists():
         began = time.process_time()
-        prior: dict[str, Any] = {"weight_decay": settings.precision / len(train)}
+        prior: dict[str, Any] = {"weight_decay": PRECISION / len(train)}
         if method == "spam":
-            prior = {"spam": {"burn_in": 0.05, "freeze": 1.0, "initial_precision": settings.precision}}
+            prior = {"spam": {"burn_in": 0.05, "freeze": 1.0, "initial_precision": PRECISION}}
         shaver.fit(
-            model, train, method=method, epochs=settings.epochs[0], lr=LR, batch_size=BATCH, seed=seed,
-            schedule="constant", folder=place / "fit", logger=Told("pruning"), progress=False, **prior,
-            online=Online(1 - 1 / settings.compression, start=0.05, end=1.0, biases=True),
+            model, train, method=method, epochs=EPOCHS[0], seed=seed, schedule="constant", folder=place / "fit",
+            online=Online(SPARSITY, start=0.05, end=1.0, biases=True), logger=Told("pruning"), **prior, **TRAINING,
         )  # fmt: skip
         save_state(file, {"weights": model.state_dict(), "seconds": time.process_time() - began})
     model.load_state_dict(load_state(file)["weights"])
     return model
 
 
-def cool_down(model: nn.Module, settings: Settings, train: InMemory, seed: int) -> nn.Module:
+def cool_down(model: nn.Module, train: InMemory, seed: int) -> nn.Module:
     """Parts 2 and 3."""
     small = shaver.compact(model, train[:2][0], masks=nonzero(model))
     shaver.fit(
-        small, train, method="map", masks=nonzero(small), epochs=settings.epochs[1], lr=LR, batch_size=BATCH, seed=seed,
-        weight_decay=settings.precision / len(train), progress=False, logger=Told("cooling down"),
+        small, train, method="map", masks=nonzero(small), epochs=EPOCHS[1], seed=seed,
+        weight_decay=PRECISION / len(train), logger=Told("masks held"), **TRAINING,
     )  # fmt: skip
     return small.eval()
 
@@ -101,13 +86,13 @@ class Told:
 
     def log(self, row: dict[str, Any], step: int) -> None:
         """One line."""
-        print(f"{self._part}, epoch {step}: loss {row['loss']:.4f}, sparsity {row['sparsity']:.5f}", flush=True)
+        pruned = f", sparsity {row['sparsity']:.5f}" if "sparsity" in row else ""
+        print(f"{self._part}, epoch {step}: loss {row['loss']:.4f}{pruned}", flush=True)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", choices=list(NETWORKS), default="lenet_caffe")
     parser.add_argument("--method", choices=["spam", "map"], default="spam", help="map is gradual magnitude pruning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--held-out", action="store_true", help="train on 50,000 images and judge the other 10,000")
@@ -116,14 +101,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    settings = NETWORKS[given.network]
     data = shaver.data.load("mnist", valid_fraction=1 / 6 if given.held_out else 0.0, seed=0)
     for seed in given.seeds:
         began = time.process_time()
-        place = given.runs / given.network / given.method / (f"held-out-{seed}" if given.held_out else str(seed))
+        place = given.runs / given.method / (f"held-out-{seed}" if given.held_out else str(seed))
         was_pruned = (place / "pruned.safetensors").exists()
-        model = prune_while_training(given.network, given.method, settings, data.train, seed, place)
-        small = cool_down(model, settings, data.train, seed)
+        model = prune_while_training(given.method, data.train, seed, place)
+        small = cool_down(model, data.train, seed)
         left = nonzero(small)
         print(f"seed {seed}: {left.kept} weights and biases", flush=True)
         if given.held_out:
@@ -135,7 +119,7 @@ def main() -> None:
         total = sum(p.numel() for p in model.parameters())
         earlier = load_state(place / "pruned.safetensors")["seconds"] if was_pruned else 0.0
         row = {
-            "task": settings.task, "method": given.method, "epochs": sum(settings.epochs), "seed": seed,
+            "task": "lenet-caffe", "method": given.method, "epochs": sum(EPOCHS), "seed": seed,
             "parameters": total, "nonzeros": left.kept,
             "biases": sum(int((p != 0).sum()) for p in small.parameters() if p.ndim == 1),
             "compression": round(total / left.kept, 1), "error": error, "file": bytes_on_disk(small),

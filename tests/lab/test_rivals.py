@@ -10,7 +10,7 @@ from torch import nn
 from shaver.data import InMemory
 from shaver.lab import get_recipe, run_study
 from shaver.lab.recipes.grid import cells_of
-from shaver.lab.recipes.recipe import Recipe, Stage, Task
+from shaver.lab.recipes.recipe import SCHEDULES, Recipe, Stage, Task
 from shaver.lab.run.results import read_rows
 from shaver.lab.run.rivals import RIVALS, HardConcrete, VariationalDropout, train_rival
 from tests.lab.conftest import InProcess
@@ -73,6 +73,13 @@ def test_a_study_runs_rivals_beside_ours(tmp_path):
     assert [cell.training.labels["method"] for cell in cells_of(recipe)] == ["spam", "spam", "map", "map", "vd"]
     outcome = run_study(recipe, tmp_path / "run", engine=InProcess())
     assert (outcome.failed, outcome.rows) == ({}, 5)
+
+
+def test_the_learning_rate_of_the_record_starts_anew_when_the_masks_are_final():
+    (task,) = get_recipe("record-lenet").tasks
+    factor, end = SCHEDULES[task.schedule], task.online["end"]
+    assert [factor(share) for share in (0.0, end / 2, end, (1 + end) / 2, 1.0)] == pytest.approx([1, 0.5, 1, 0.5, 0])
+    assert factor(end - 1e-6) == pytest.approx(0, abs=1e-9)
 
 
 def test_a_late_cosine_begins_when_the_masks_of_the_record_are_final(tmp_path):

@@ -29,8 +29,16 @@ def late_cosine(share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * max(0.0, 1.5 * share - 0.5)))
 
 
+def two_cosines(share: float) -> float:
+    """The learning rate's factor: down along a cosine until two thirds of training, and once more in the rest."""
+    passed = 1.5 * share if share < 2 / 3 else 3 * share - 2
+    return 0.5 * (1 + math.cos(math.pi * passed))
+
+
 #: Schedules of the learning rate by name, as :func:`shaver.fit` takes them.
-SCHEDULES: dict[str, str | Callable[[float], float]] = {"cosine": "cosine", "late cosine": late_cosine}
+SCHEDULES: dict[str, str | Callable[[float], float]] = {
+    "cosine": "cosine", "late cosine": late_cosine, "two cosines": two_cosines,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
