@@ -1,15 +1,16 @@
 """The highest compression of the LeNets on MNIST: table, figure and drawing from finished runs.
 
+    python benchmarks/record_compacted.py
+    python benchmarks/record_lenet.py
     shaver run record-300-100 --out runs/record-300-100
-    shaver run record-caffe --out runs/record-caffe
-    shaver run record-lenet --out runs/record-lenet
-    python benchmarks/record.py runs/record-* --out docs/results
+    python benchmarks/record.py runs/record-300-100 --out docs/results
 
 Writes record.csv, record.svg (error over non-zero weights) and record_network.svg (all weights of one LeNet-300-100:
 that of the first seed at the highest compression), and prints the table. Rows of an earlier record.csv are kept.
 """
 
 import argparse
+import math
 import re
 import statistics
 import tempfile
@@ -34,11 +35,13 @@ Row = dict[str, Any]
 NETWORKS = {
     "lenet-300-100": "LeNet-300-100 (266,610)",
     "lenet-caffe": "LeNet-5-Caffe (431,080)",
-    "lenet-mnist": "the paper's LeNet",
+    "lenet-mnist": "the paper's LeNet (60,170)",
 }
 METHODS = {
     "spam": ("SpaM, OPD while training", "#d55e00", "o"),
     "map": ("gradual magnitude pruning", "#0072b2", "s"),
+    "afterwards": ("SpaM, OPD after training", "#e69f00", "D"),
+    "repaired": ("the same, repaired", "#009e73", "P"),
     "vd": ("Sparse VD", "#cc79a7", "^"),
     "l0": ("L0 gates", "#56b4e9", "v"),
 }
@@ -144,7 +147,7 @@ def draw_errors(rows: list[Row], path: Path) -> None:
     known = {label: mark for axis in panels[0] for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     order = [label for label, *_ in METHODS.values() if label in known] + [HOLLOW] * (HOLLOW in known)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.legend([known[label] for label in order], order, fontsize=8.5, loc="lower center", ncols=5, frameon=False)
+    figure.legend([known[label] for label in order], order, fontsize=8.5, loc="lower center", ncols=8, frameon=False)
     _save(figure, path)
 
 
@@ -153,18 +156,28 @@ def _dress(axis: Axes, total: int, title: str) -> None:
     axis.set_xscale("log")
     axis.margins(0.12, 0.12)
     low, high = axis.get_xlim()
-    counts = [count for count in (500, 700, 1000, 1500, 2000, 3000, 4000, 6000, 9000) if low <= count <= high]
-    axis.set_xticks(counts, [f"{count:,}" for count in counts])
-    times = [times for times in (30, 45, 68, 100, 150, 200, 280, 400) if low <= total / times <= high]
+    counts = _ticks((500, 600, 700, 800, 1000, 1500, 2000, 3000, 4000, 6000, 10_000, 20_000, 40_000), low, high)
+    axis.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
+    times = _ticks((5, 10, 20, 30, 45, 68, 75, 85, 100, 150, 200, 280, 400), total / high, total / low)
     above = axis.secondary_xaxis("top", functions=2 * (lambda count: total / count.clip(1e-9),))
     above.set_xticks(times, [f"{one}×" for one in times], fontsize=8)
     for one in (axis.xaxis, above.xaxis):
         one.set_minor_locator(NullLocator())
     axis.set_xlabel("non-zero weights and biases")
     axis.set_ylabel("test error, %")
+    axis.tick_params(axis="y", labelsize=8)
     axis.set_title(title, fontsize=10)
     axis.grid(axis="y", lw=0.4, alpha=0.5)
     axis.spines["right"].set_visible(False)
+
+
+def _ticks(among: tuple[int, ...], low: float, high: float) -> list[int]:
+    """Those between two limits, at least an eighth of the axis apart on its logarithmic scale."""
+    chosen: list[int] = []
+    for tick in among:
+        if low <= tick <= high and (not chosen or math.log(tick / chosen[-1]) > 0.13 * math.log(high / low)):
+            chosen.append(tick)
+    return chosen
 
 
 def draw_network(model: nn.Module, path: Path) -> None:
@@ -244,7 +257,7 @@ def _save(figure: Any, path: Path) -> None:
 def main() -> None:
     """Gather the rows of all runs, print the table and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("runs", type=Path, nargs="*", help="folders of shaver run; none to draw record.csv as it is")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     given = parser.parse_args()
     pyplot.rcParams["svg.hashsalt"] = "record"
