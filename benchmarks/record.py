@@ -156,9 +156,9 @@ def _dress(axis: Axes, total: int, title: str) -> None:
     axis.set_xscale("log")
     axis.margins(0.12, 0.12)
     low, high = axis.get_xlim()
-    counts = _ticks((500, 600, 700, 800, 1000, 1500, 2000, 3000, 4000, 6000, 10_000, 20_000, 40_000), low, high)
+    counts = _ticks((600, 800, 1500, 2000, 4000, 10_000, 3000, 30_000, 700, 6000, 500), low, high)
     axis.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
-    times = _ticks((5, 10, 20, 30, 45, 68, 75, 85, 100, 150, 200, 280, 400), total / high, total / low)
+    times = _ticks((100, 68, 280, 10, 400, 150, 30, 200, 4, 85, 75), total / high, total / low)
     above = axis.secondary_xaxis("top", functions=2 * (lambda count: total / count.clip(1e-9),))
     above.set_xticks(times, [f"{one}×" for one in times], fontsize=8)
     for one in (axis.xaxis, above.xaxis):
@@ -172,10 +172,10 @@ def _dress(axis: Axes, total: int, title: str) -> None:
 
 
 def _ticks(among: tuple[int, ...], low: float, high: float) -> list[int]:
-    """Those between two limits, at least an eighth of the axis apart on its logarithmic scale."""
+    """Those between two limits, the first ones before others that are too near to them on a logarithmic scale."""
     chosen: list[int] = []
     for tick in among:
-        if low <= tick <= high and (not chosen or math.log(tick / chosen[-1]) > 0.13 * math.log(high / low)):
+        if low <= tick <= high and all(abs(math.log(tick / one)) > 0.1 * math.log(high / low) for one in chosen):
             chosen.append(tick)
     return chosen
 
