@@ -385,7 +385,7 @@ def test_a_way_that_changes_with_the_batch_is_refused():
             return self.one(x) if float(x.sum()) > 0 else self.two(x)
 
     dense = seeded(Fork)
-    with pytest.raises(ValueError, match="must be the same for every batch"):
+    with pytest.raises(ValueError, match="must run the same layers in the same order"):
         repair(halved(dense), [torch.ones(5, 4).double(), -torch.ones(5, 4).double()], reference=dense)
 
 
