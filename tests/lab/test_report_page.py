@@ -119,7 +119,7 @@ def test_controls_change_the_picture(open_page):
     page.locator("#curves-method").get_by_label("MAP").uncheck()
     assert curves.count() == count + 2
     page.locator("#curves-method").get_by_label("SpaM").uncheck()
-    assert "Nothing is chosen" in page.locator("#curves-plot").inner_text()
+    assert "Nothing is selected" in page.locator("#curves-plot").inner_text()
 
 
 def test_colour_follows_what_is_compared(open_page):
