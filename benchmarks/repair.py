@@ -388,6 +388,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/repair"))
     parser.add_argument("--csv", type=Path, default=Path("docs/results/repair.csv"))
     parser.add_argument("--methods", nargs="+", help="only these")
+    parser.add_argument("--shares", nargs="+", type=float, help="only these shares, and the dense network")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     check()
@@ -400,6 +401,8 @@ def main() -> None:
         for case, cells in cases(part, asked):
             for removed, share, method, run in [("weights", 0.0, "dense", lambda model: model), *cells]:
                 if asked.methods and method not in asked.methods:
+                    continue
+                if asked.shares and share not in (0.0, *asked.shares):
                     continue
                 if (case.name, str(case.seed), removed, str(share), method) in done:
                     continue
