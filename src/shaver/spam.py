@@ -28,7 +28,15 @@ from shaver.ranks import Ranks, held_parameters, unwrapped
 from shaver.selection import Selection
 from shaver.settings import Settings, settings_for
 from shaver.shards import check_settings, joined, rows_of
-from shaver.stepping import add_prior_gradient, apply_prior, check_optimizers, clear_vanished, take_step, unscale
+from shaver.stepping import (
+    LONGEST_UPDATE,
+    add_prior_gradient,
+    apply_prior,
+    check_optimizers,
+    clear_vanished,
+    take_step,
+    unscale,
+)
 from shaver.timetable import Timetable
 from shaver.watch import Watch
 
@@ -335,9 +343,9 @@ class SpaM:
             scale_free = self.scale_free.by_parameter
             for name, h in diagonal.items():
                 old, new = before.delta_of(name), self.prior.delta_of(name)
-                factor = shrink_factor(h / temperature, old, new, power)
+                factor = shrink_factor(h / temperature, old, new, power).to(rows[name].dtype)
                 with kept_norms([self.theta[name]], scale_free):
-                    rows[name].detach().mul_(factor.to(rows[name].dtype))
+                    self._shrink(name, rows[name].detach(), factor)
         self.updates += 1
         self.watch.warn_of_empty_matrices(rows, self.steps)
         if self.online is not None:
@@ -346,6 +354,17 @@ class SpaM:
             if math.isfinite(likelihood):
                 evidence = likelihood + self._held.total(posterior.log_evidence - likelihood)[0]
             self.watch.warn_of_harm(evidence, self.steps)
+
+    def _shrink(self, name: str, weight: Tensor, factor: Tensor) -> None:
+        """Multiply a weight by the factor; a matrix moves by at most ``LONGEST_UPDATE`` of its norm."""
+        if self.theta[name].ndim > 1:
+            moved, size = self._held.total(
+                float((weight * (1 - factor)).double().square().sum()), float(weight.double().square().sum())
+            )
+            longest = LONGEST_UPDATE * math.sqrt(size / moved) if moved else 1.0
+            if longest < 1:
+                factor = 1 - longest * (1 - factor)
+        weight.mul_(factor)
 
     # Results ---------------------------------------------------------------------------------------------------
 

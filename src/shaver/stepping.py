@@ -16,6 +16,10 @@ from shaver.shards import local
 NEGLIGIBLE = 1e-4
 #: Weights below this size are set to zero every few steps, for the same reason.
 VANISHED = 1e-30
+#: The prior moves a weight matrix by at most this share of its norm when δ is updated, and each of its rows by at most
+#: this share in a step of an optimizer that divides by the size of the gradients. Without these limits, the prior
+#: erases a transformer before it has learned anything; see the page on defaults.
+LONGEST_UPDATE, LONGEST_STEP = 0.1, 0.01
 #: Elements of a weight that are treated together: few enough for a core's cache.
 PIECE = 2**18
 _ONE = torch.ones((), device="cpu")
@@ -52,7 +56,8 @@ def apply_prior(
     """θ ← θ / (1 + η · strength · δ) after the optimizer's step: the proximal step for ½ · strength · θᵀδθ.
 
     An explicit gradient step diverges where η · strength · δ > 2; this one cannot. η is the optimizer's effective
-    step size per weight, see :func:`effective_step`.
+    step size per weight, see :func:`effective_step`. In Adam it is large for weights with small gradients, so there a
+    row of a matrix moves by at most :data:`LONGEST_STEP` of its norm.
 
     Args:
         optimizer: The optimizer; its own step has just been taken.
@@ -72,11 +77,24 @@ def apply_prior(
                     part = own if rows is None else own[rows]
                     count = precision if rows is None else precision.expand_as(own)[rows]
                     if isinstance(step, Tensor):
-                        factor = (count * step.mul_(strength)).add_(1.0)
+                        factor = _proximal((count * step.mul_(strength)).add_(1.0))
+                        part.mul_(_limited(factor, part) if part.ndim > 1 else factor)
                     else:
-                        factor = torch.add(_ONE, count, alpha=step * strength)
-                    torch.threshold_(factor.reciprocal_(), NEGLIGIBLE, 0.0)
-                    part.mul_(factor)
+                        part.mul_(_proximal(torch.add(_ONE, count, alpha=step * strength)))
+
+
+def _proximal(divisor: Tensor) -> Tensor:
+    """1/divisor in place; 0 where that is negligible."""
+    return torch.threshold_(divisor.reciprocal_(), NEGLIGIBLE, 0.0)
+
+
+def _limited(factor: Tensor, weight: Tensor) -> Tensor:
+    """The factor in place, nearer to 1 where a row would move by more than ``LONGEST_STEP`` of its norm."""
+    moved = factor.neg_().add_(1.0)
+    rows = tuple(range(1, weight.ndim))
+    sizes = torch.linalg.vector_norm(weight, dim=rows, keepdim=True)
+    longest = torch.linalg.vector_norm(moved * weight, dim=rows, keepdim=True).clamp_min_(1e-30)
+    return moved.mul_((LONGEST_STEP * sizes / longest).clamp_(max=1.0)).neg_().add_(1.0)
 
 
 def _pieces(weight: Tensor) -> Iterator[slice | None]:

@@ -237,9 +237,11 @@ def test_an_update_finds_the_best_delta_and_moves_the_weights_along(shrink: floa
         assert_close(spam.prior.delta(), best, 1e-8)
         if step:  # the first δ says nothing about where the weights came from
             for name in theta:
-                theta[name] *= ((h[name] / temperature + delta[name]) / (h[name] / temperature + best[name])).clamp(
-                    max=1
-                ) ** spam.settings.share(1)
+                ratio = (h[name] / temperature + delta[name]) / (h[name] / temperature + best[name])
+                move = theta[name] * (ratio.clamp(max=1) ** spam.settings.share(1) - 1)
+                if move.ndim > 1 and move.norm() > 0.1 * theta[name].norm():  # no matrix moves further
+                    move *= 0.1 * theta[name].norm() / move.norm()
+                theta[name] += move
         assert_close(weights(model), theta, 1e-8)
         delta = best
     assert spam.updates == 3
