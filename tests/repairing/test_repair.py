@@ -237,6 +237,19 @@ def test_the_prior_of_a_posterior_is_the_damping():
     torch.testing.assert_close(results[1], results[2], rtol=1e-4, atol=1e-6)
 
 
+def test_a_damping_that_is_passed_wins_over_the_posterior():
+    dense, x = seeded(lambda: nn.Linear(5, 3)), data(80, 5)
+    curvature = shaver.curvature.estimate(dense, [(x, torch.zeros(80).long())], structure="diag", source="ggn")
+    stiff = shaver.Posterior(curvature, 1e9, dense)
+    results = []
+    for given in ({"damping": 0.5}, {"damping": 0.5, "posterior": stiff}, {"posterior": stiff}):
+        pruned = halved(dense)
+        repair(pruned, [x], reference=dense, **given)
+        results.append(pruned.weight.detach())
+    torch.testing.assert_close(results[0], results[1])
+    assert (results[0] - results[2]).abs().max() > 1e-3
+
+
 def test_norm_statistics_are_those_of_the_batches():
     dense = seeded(cnn)
     x = data(60, 2, 8, 8)

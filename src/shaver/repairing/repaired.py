@@ -108,9 +108,9 @@ def repair(
             should shuffle; a list is taken whole.
         reference: The network before pruning, with the same layers. It is not changed.
         masks: Which weights are kept, by parameter name; ``None`` takes what is not zero.
-        posterior: Its δ is the damping. Without it, ``damping`` is.
+        posterior: Its δ is the damping, unless ``damping`` is given.
         damping: How strongly weights are held near the dense ones, as a share of the mean squared input. ``None`` is
-            0.01; without batches, ``None`` is the posterior's δ.
+            the posterior's δ, or 0.01 without a posterior.
         passes: Passes over the batches in which all layers are fitted together (:func:`shaver.repairing.joint_fit`).
             Each batch is one step of gradient descent. They help most at high sparsity; 10 to 40 are useful.
         forward: ``forward(model, batch)`` for batches of another layout.
@@ -142,7 +142,8 @@ def repair(
         return _without_data(model, reference, kept, weights, posterior, damping)
     with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]), _atomic(model):
         plan = make_plan(reference, lambda: call(reference, data[0], forward), weights)
-        fitting = _Fitting(model, reference, kept, posterior, DAMPING if damping is None else damping)
+        prior = posterior if damping is None else None  # what the user says wins
+        fitting = _Fitting(model, reference, kept, prior, DAMPING if damping is None else damping)
         total = len(set(plan.stops)) + passes
         stops = sequential_moments(plan, model, reference, data, lambda network, batch: call(network, batch, forward))
         with closing(stops):
