@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shaver.data import InMemory
+from shaver.io import load_state
 from shaver.lab import get_recipe, run_study
 from shaver.lab.recipes.grid import cells_of
 from shaver.lab.recipes.recipe import SCHEDULES, Recipe, Stage, Task
@@ -73,6 +74,19 @@ def test_a_study_runs_rivals_beside_ours(tmp_path):
     assert [cell.training.labels["method"] for cell in cells_of(recipe)] == ["spam", "spam", "map", "map", "vd"]
     outcome = run_study(recipe, tmp_path / "run", engine=InProcess())
     assert (outcome.failed, outcome.rows) == ({}, 5)
+
+
+def test_magnitude_pruning_has_the_prior_that_spam_starts_from(tmp_path):
+    sizes = []
+    for precision in (1.0, 300.0):
+        task = replace(TINY, spam={"initial_precision": precision})
+        recipe = Recipe("tiny", "A tiny study", "nothing", "cpu", (task,), ("map",), seeds=1,
+                        stages=(Stage("online", ("magnitude",), (0.5,)),))  # fmt: skip
+        run = tmp_path / str(precision)
+        assert run_study(recipe, run, engine=InProcess()).failed == {}
+        weights = load_state(run / "cells" / cells_of(recipe)[0].key / "model.safetensors")["weights"]
+        sizes.append(sum(float(weight.square().sum()) for weight in weights.values()))
+    assert sizes[1] < 0.8 * sizes[0]
 
 
 def test_the_learning_rate_of_the_record_starts_anew_when_the_masks_are_final():

@@ -130,6 +130,8 @@ def _training(
     }
     if method == "spam":
         options["spam"] = {"prior": prior, "structure": structure, **_learning(task, structure, source), **task.spam}
+    if method == "map" and "initial_precision" in task.spam:  # the prior that SpaM starts from
+        options["precision"] = task.spam["initial_precision"]
     if task.clip is not None:
         options["clip"] = task.clip
     if task.schedule != "cosine":

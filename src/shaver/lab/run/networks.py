@@ -125,7 +125,7 @@ def _train(
     write_json(config, {**asdict(training), "code": code})
     options = dict(training.fit)
     epochs, seed = options["epochs"], options["seed"]
-    options["options"] = _prior(training, data)
+    options["options"] = _prior(training, data, options.pop("precision", 1.0))
     if "schedule" in options:
         options["schedule"] = SCHEDULES[options["schedule"]]
     pruning = options.pop("online", {})
@@ -180,13 +180,13 @@ def _train_rival(training: Training, model: nn.Module, data: shaver.data.Splits,
     return history
 
 
-def _prior(training: Training, data: shaver.data.Splits) -> Options:
+def _prior(training: Training, data: shaver.data.Splits, precision: float) -> Options:
     """MAP's Gaussian prior against data that count 1/T times; the other methods bring their own.
 
     Language models also get what fine-tuning is known to need: a warm-up, and gradients of at most unit norm.
     """
     map_prior = training.fit["method"] == "map"
-    options = Options(weight_decay=training.temperature / len(data.train) if map_prior else None)
+    options = Options(weight_decay=precision * training.temperature / len(data.train) if map_prior else None)
     return replace(options, schedule=warm_up, clip=1.0) if isinstance(data, Reviews) else options
 
 
