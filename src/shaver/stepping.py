@@ -77,8 +77,11 @@ def apply_prior(
                     part = own if rows is None else own[rows]
                     count = precision if rows is None else precision.expand_as(own)[rows]
                     if isinstance(step, Tensor):
-                        factor = _proximal((count * step.mul_(strength)).add_(1.0))
-                        part.mul_(_limited(factor, part) if part.ndim > 1 else factor)
+                        factor = _proximal(torch.addcmul(step.new_ones(()), count, step, value=strength))
+                        if part.ndim > 1:
+                            _multiply(part, factor)
+                        else:
+                            part.mul_(factor)
                     else:
                         part.mul_(_proximal(torch.add(_ONE, count, alpha=step * strength)))
 
@@ -88,13 +91,13 @@ def _proximal(divisor: Tensor) -> Tensor:
     return torch.threshold_(divisor.reciprocal_(), NEGLIGIBLE, 0.0)
 
 
-def _limited(factor: Tensor, weight: Tensor) -> Tensor:
-    """The factor in place, nearer to 1 where a row would move by more than ``LONGEST_STEP`` of its norm."""
-    moved = factor.neg_().add_(1.0)
+def _multiply(weight: Tensor, factor: Tensor) -> None:
+    """``weight *= factor``, but no row moves by more than ``LONGEST_STEP`` of its norm."""
     rows = tuple(range(1, weight.ndim))
-    sizes = torch.linalg.vector_norm(weight, dim=rows, keepdim=True)
-    longest = torch.linalg.vector_norm(moved * weight, dim=rows, keepdim=True).clamp_min_(1e-30)
-    return moved.mul_((LONGEST_STEP * sizes / longest).clamp_(max=1.0)).neg_().add_(1.0)
+    move = torch.addcmul(weight, weight, factor, value=-1.0)  # away from the weight
+    size = torch.linalg.vector_norm(weight, dim=rows, keepdim=True)
+    longest = LONGEST_STEP * size / torch.linalg.vector_norm(move, dim=rows, keepdim=True).clamp_min_(1e-30)
+    weight.addcmul_(move, longest.clamp_(max=1.0), value=-1.0)
 
 
 def _pieces(weight: Tensor) -> Iterator[slice | None]:
