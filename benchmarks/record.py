@@ -156,7 +156,7 @@ def _dress(axis: Axes, total: int, title: str) -> None:
     axis.set_xscale("log")
     axis.margins(0.12, 0.12)
     low, high = axis.get_xlim()
-    counts = _ticks((600, 800, 1500, 2000, 4000, 10_000, 3000, 30_000, 700, 6000, 500), low, high)
+    counts = _ticks((600, 800, 1500, 2000, 4000, 10_000, 3000, 30_000, 700), low, high)
     axis.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
     times = _ticks((100, 68, 280, 10, 400, 150, 30, 200, 4, 85, 75), total / high, total / low)
     above = axis.secondary_xaxis("top", functions=2 * (lambda count: total / count.clip(1e-9),))
@@ -175,7 +175,7 @@ def _ticks(among: tuple[int, ...], low: float, high: float) -> list[int]:
     """Those between two limits, the first ones before others that are too near to them on a logarithmic scale."""
     chosen: list[int] = []
     for tick in among:
-        if low <= tick <= high and all(abs(math.log(tick / one)) > 0.1 * math.log(high / low) for one in chosen):
+        if low <= tick <= high and all(abs(math.log(tick / one)) > 0.09 * math.log(high / low) for one in chosen):
             chosen.append(tick)
     return chosen
 
