@@ -56,7 +56,6 @@ def calls(folder: Path) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
     pruned = net()
     masks = shaver.prune(pruned, scores, 0.5).masks
     shaver.save(model, folder / "network")
-    measuring = {"repeats": 3, "seconds": 0.05}
     return [
         (estimate, {"model": model, "batches": DATA}),
         (OnlineCurvature, {"model": net(), "data_size": 12}),
@@ -77,7 +76,7 @@ def calls(folder: Path) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
         (shaver.load, {"path": folder / "network", "factory": net}),
         (shaver.sparse_inference, {"model": net(), "example": X}),
         (quality, {"model": model, "batches": DATA}),
-        (cost, {"model": model, "example": X, **measuring}),
+        (cost, {"model": model, "example": X}),
     ]
 
 
