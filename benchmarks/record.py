@@ -99,7 +99,8 @@ def grouped(rows: list[Row]) -> dict[tuple[str, str, int, str], list[Row]]:
     """The trainings that differ in their seed only, by network, method, compression (of rivals 0) and epochs."""
     groups: dict[tuple[str, str, int, str], list[Row]] = defaultdict(list)
     for row in rows:
-        times = round(float(row["compression"])) if row["method"] in ("spam", "map") else 0  # rivals find their own
+        # two digits, as units without weights differ a little between seeds; rivals find their own
+        times = int(float(f"{float(row['compression']):.2g}")) if row["method"] in ("spam", "map") else 0
         groups[row["task"], row["method"], times, str(row["epochs"])].append(row)
     return groups
 
