@@ -5,11 +5,13 @@ r"""Dense accuracy and accuracy after pruning on nine small tasks: MAP and SpaM 
     python benchmarks/tasks.py --report                     # the table of the rows that the file has
 
 MAP is ordinary training with weight decay, 1/N and one other value. Networks are pruned by OPD (optimal posterior
-damage) without fine-tuning; BatchNorm statistics are measured again after pruning. Every training adds one row to the
-CSV file, and rows that the file has are not repeated. The data come from the folder in SHAVER_DATA.
+damage) without fine-tuning, once by masks alone (BatchNorm statistics are measured again) and once with repair from
+unlabelled training samples. Every training adds one row to the CSV file, and rows that the file has are not repeated.
+The data come from the folder in SHAVER_DATA.
 """
 
 import argparse
+import copy
 import csv
 import math
 import re
@@ -28,9 +30,12 @@ from torch import Tensor, nn
 
 import shaver
 
-SPARSITIES = (0.0, 0.9, 0.95, 0.98)
-#: Points below MAP's dense accuracy that are allowed, by sparsity.
-BOUNDS = {0.0: 0.2, 0.9: 0.5, 0.95: 1.0}
+#: Column → sparsity, and whether the network is repaired.
+COLUMNS = {f"{100 * s:g} %{', repaired' * r}": (s, bool(r)) for s in (0.9, 0.95, 0.98) for r in (0, 1)}
+#: Points below MAP's dense accuracy that are allowed, by column.
+BOUNDS = {"dense": 0.2, "90 %, repaired": 0.5, "95 %, repaired": 1.0}
+#: Unlabelled training samples that the repair reads, images and reviews, and how many at once.
+CALIBRATION = {False: (2_000, 250), True: (256, 64)}
 #: Reviews are cut to this many words; other words than the most frequent ones are all the same.
 WORDS, VOCABULARY = 64, 4000
 
@@ -104,7 +109,9 @@ def load(task: Task, seed: int, split: str) -> tuple[shaver.data.InMemory, shave
     if task.data == "imdb":
         texts: Any = shaver.data.load("imdb")
         order = torch.randperm(len(texts.train), generator=draw)
-        chosen = [order[: task.images], order[-2_000:] if split == "valid" else torch.randperm(25_000)[:2_000]]
+        chosen = [order[: task.images], order[-2_000:]]
+        if split == "test":
+            chosen[1] = torch.randperm(25_000, generator=draw)[:2_000]
         parts = [texts.train, texts.train if split == "valid" else texts.test]
         lists = [[of.texts[i].replace("<br />", " ") for i in index] for of, index in zip(parts, chosen, strict=True)]
         counts = Counter(w for text in lists[0] for w in re.findall("[a-z']+", text.lower()))
@@ -147,17 +154,16 @@ def run(name: str, label: str, seed: int, split: str) -> dict[str, Any]:
         found = shaver.curvature.estimate(model, train.batches(256), source="mc")
         posterior = shaver.evidence.fit_prior(model, found)
     scores = shaver.score(model, "opd", posterior=posterior)
-    dense = {key: value.clone() for key, value in model.state_dict().items()}
-    accuracies = {}
-    for sparsity in SPARSITIES:
-        if sparsity:
-            shaver.prune(model, scores, sparsity)
-            shaver.recalibrate(model, [train[i : i + 250] for i in range(0, 2_000, 250)])
-        quality = shaver.measure.quality(model, judged.batches(500))
-        accuracies["dense" if not sparsity else f"{100 * sparsity:g} %"] = round(100 * quality.accuracy, 2)
-        if not sparsity:
-            nll = round(quality.nll, 4)
-        model.load_state_dict(dense)
+    most, size = CALIBRATION[task.data == "imdb"]
+    calibration = [train[i : i + size][0] for i in range(0, min(len(train), most), size)]
+    quality = shaver.measure.quality(model, judged.batches(500))
+    accuracies, nll = {"dense": round(100 * quality.accuracy, 2)}, round(quality.nll, 4)
+    for column, (sparsity, repaired) in COLUMNS.items():
+        pruned = copy.deepcopy(model)
+        shaver.prune(pruned, scores, sparsity, calibration=calibration if repaired else None)
+        if not repaired:
+            shaver.recalibrate(pruned, calibration)
+        accuracies[column] = round(100 * shaver.measure.quality(pruned, judged.batches(500)).accuracy, 2)
     return {
         "task": name, "split": split, "samples": len(train), "epochs": task.epochs, "training": label, "seed": seed,
         **accuracies, "nll": nll, "seconds": round(seconds, 1),
@@ -171,8 +177,9 @@ def report(rows: list[dict[str, Any]]) -> str:
     """
     lines = []
     for split in dict.fromkeys(row["split"] for row in rows):
-        lines += [f"\n{split} split\n", "| task | training | seeds | dense | 90 % | 95 % | 98 % | NLL | kept |"]
-        lines.append("|---|---|--:|--:|--:|--:|--:|--:|---|")
+        columns = ["dense", *COLUMNS]
+        lines += [f"\n{split} split\n", f"| task | training | seeds | {' | '.join(columns)} | NLL | kept |"]
+        lines.append("|---|---|--:|" + "--:|" * len(columns) + "--:|---|")
         for name in TASKS:
             mine = [row for row in rows if row["split"] == split and row["task"] == name]
             by: dict[str, list[dict[str, Any]]] = {}
@@ -182,15 +189,14 @@ def report(rows: list[dict[str, Any]]) -> str:
             (best, _), own = max(plain, key=lambda pair: pair[0][0]) if plain else ((math.nan, 0.0), [])
             for label, of in by.items():
                 cells, kept = [], []
-                for sparsity in SPARSITIES:
-                    column = "dense" if not sparsity else f"{100 * sparsity:g} %"
+                for column in columns:
                     mean, error = mean_of(of, column)
                     cells.append(f"{mean:.2f} ± {error:.2f}" if len(of) > 1 else f"{mean:.2f}")
-                    if sparsity in BOUNDS and not label.startswith("MAP"):
+                    if column in BOUNDS and not label.startswith("MAP"):
                         pairs = {row["seed"]: float(row["dense"]) for row in own}
                         gaps = [pairs[r["seed"]] - float(r[column]) for r in of if r["seed"] in pairs]
                         spread = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
-                        kept.append("yes" if best - mean <= max(BOUNDS[sparsity], spread) + 1e-9 else "no")
+                        kept.append("yes" if best - mean <= max(BOUNDS[column], spread) + 1e-9 else "no")
                 nll = statistics.fmean(float(row["nll"]) for row in of)
                 lines.append(
                     f"| {name} | {label} | {len(of)} | " + " | ".join(cells) + f" | {nll:.3f} | {', '.join(kept)} |"

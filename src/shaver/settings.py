@@ -43,7 +43,8 @@ class Settings:
             adds δθ/N to the gradient, as in the paper.
         frequency: By epochs: epochs between updates of δ.
         method: How δ is updated: ``"fixed_point"``, or ``"gradient"`` for the paper's 100 Adam steps on log δ.
-        temperature: T: the likelihood counts 1/T times, both in H and in the loss.
+        temperature: T: the likelihood counts 1/T times, both in H and in the loss. Default: see
+            :func:`fitting_temperature`.
         initial_precision: δ before the first update.
         bounds: Lowest and highest log δ.
         loss: Reduction of the training loss: ``"mean"``, ``"sum"`` or ``"auto"``, see
@@ -61,7 +62,7 @@ class Settings:
     proximal: bool = True
     frequency: int = 1
     method: str = "fixed_point"
-    temperature: float = 1.0
+    temperature: float | None = None
     initial_precision: float = 1.0
     bounds: tuple[float, float] = LOG_BOUNDS
     loss: str = "auto"
@@ -81,7 +82,8 @@ class Settings:
         if self.decay == 1:
             raise ValueError(f"decay must be below 1, not {self.decay!r}: the average would never change.")
         for name in ("temperature", "initial_precision"):
-            check_number(name, getattr(self, name), least=0, above=True)
+            if getattr(self, name) is not None or name == "initial_precision":
+                check_number(name, getattr(self, name), least=0, above=True)
         low, high = (check_number(f"bounds[{i}]", bound) for i, bound in enumerate(self.bounds))
         if not low < high:
             raise ValueError(f"bounds are the lowest and the highest log δ, not {self.bounds!r}.")
@@ -100,19 +102,30 @@ class Settings:
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
 
+def fitting_temperature(weights: int, data_size: int) -> float:
+    """The default temperature where each of P weights has its own δ: T = √(N/P), at most 1.
+
+    With a diagonal curvature the evidence counts one Occam factor per weight. N samples determine far fewer directions
+    than P > N weights, so these factors are counted several times for one direction, and more weights are removed than
+    the data justify. Counting the data 1/T = √(P/N) times makes up for it; see the page on defaults for measurements.
+    """
+    return min(1.0, math.sqrt(data_size / max(weights, 1)))
+
+
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be
 #: very large for a weight without a gradient, such as the embedding of an unused word, and would erase what was
 #: pretrained. Shrinking to the posterior mean would too: δ from a few samples is noisy, each rise of δ shrinks weights,
 #: and a later fall does not restore them.
-FINE_TUNING = Settings(shrink=0.0, proximal=False)
+FINE_TUNING = Settings(shrink=0.0, proximal=False, temperature=1.0)
 
 #: For Kronecker curvature, which is learned by epochs.
-KRONECKER = Settings(online=False, source="ggn", burn_in=0, shrink=0.0)
+KRONECKER = Settings(online=False, source="ggn", burn_in=0, shrink=0.0, temperature=1.0)
 
 #: The paper's algorithm: GGN after every epoch, 100 Adam steps on log δ, the prior as a gradient.
 PAPER = Settings(
-    source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean"
-)
+    source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean",
+    temperature=1.0,
+)  # fmt: skip
 
 
 def settings_for(structure: str, settings: Settings | None, options: Mapping[str, Any]) -> Settings:

@@ -26,7 +26,7 @@ from shaver.naming import check_count, check_name
 from shaver.priors import Grouping, make_prior
 from shaver.ranks import Ranks, held_parameters, unwrapped
 from shaver.selection import Selection
-from shaver.settings import Settings, settings_for
+from shaver.settings import Settings, fitting_temperature, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import (
     LONGEST_UPDATE,
@@ -72,6 +72,7 @@ class SpaM:
 
     Attributes:
         prior: The prior; ``prior.delta()`` gives the precisions.
+        temperature: T: the likelihood counts 1/T times.
         updates: Number of updates of δ so far.
         scale_free: Weights whose scale has no effect, such as filters before a BatchNorm; see
             :class:`shaver.invariance.ScaleFree`.
@@ -106,6 +107,7 @@ class SpaM:
         self.likelihood = get_likelihood(likelihood)
         self.noise = NoiseLearner(self.likelihood)
         self.theta = trainable_parameters(model)
+        self.temperature = self._temperature(prior)
         self.scale_free, self.watch = ScaleFree(self.theta), Watch(self.data_size)
         self.timetable = Timetable(settings, total_steps, self.watch, per_weight=prior == "parameter")
         self._held = held_parameters(self.theta, self.ranks)
@@ -137,6 +139,14 @@ class SpaM:
                 ranks=self.ranks,
             )
 
+    def _temperature(self, prior: str | Grouping) -> float:
+        """T of the settings. The default is below 1 where single weights have a δ and the likelihood is given."""
+        if self.settings.temperature is not None:
+            return self.settings.temperature
+        if prior != "parameter" or self.noise.is_learned:  # the noise weights the data by itself
+            return 1.0
+        return fitting_temperature(sum(p.numel() for p in self.theta.values()), self.data_size)
+
     def __repr__(self) -> str:
         """The model, the prior, the progress and the current statistics."""
         weights = sum(p.numel() for p in self.theta.values())
@@ -146,7 +156,8 @@ class SpaM:
         state = "frozen" if self.timetable.is_frozen else f"{self.updates:,} updates of δ"
         lines = [
             f"SpaM of {type(self.model).__name__} with {weights:,} weights, {self.data_size:,} samples",
-            f"  prior {self.prior.kind!r}, structure {self.structure!r}, source {self.settings.source!r}",
+            f"  prior {self.prior.kind!r}, structure {self.structure!r}, source {self.settings.source!r}, "
+            f"temperature {self.temperature:.3g}",
             f"  step {steps}, {measured}, {state}",
         ]
         if not self._held.is_sharded:  # the statistics of sharded parameters need all ranks
@@ -222,7 +233,7 @@ class SpaM:
             if self.online.step(scale):
                 self.watch.record(self.online.newest_nll)
             weight = self.online.weight
-        return weight * self.settings.temperature / self.data_size
+        return weight * self.temperature / self.data_size
 
     def in_objective(self, optimizer: Optimizer) -> bool:
         """Whether the prior is part of the loss that the optimizer minimises. If not, it is a proximal step afterwards.
@@ -319,7 +330,7 @@ class SpaM:
     @torch.no_grad()
     def _update(self, curvature: Curvature) -> None:
         """Move δ to the maximum of the evidence, and the weights part of the way to the new posterior mean."""
-        settings, temperature = self.settings, self.settings.temperature
+        settings, temperature = self.settings, self.temperature
         if self.online is None:  # online, the average has it
             self._curvature = curvature
         if self.timetable.skips():
@@ -375,7 +386,7 @@ class SpaM:
             self.curvature,
             self.prior,
             self._held.rows(),
-            self.settings.temperature,
+            self.temperature,
             model=None if self._held.is_sharded else self.model,
             likelihood=self.likelihood,
         )
@@ -402,7 +413,7 @@ class SpaM:
         posterior = self.posterior
         own = [factor.values for factor in self.prior.factors if not factor.ranks.rank]  # shared ones count once
         weights = sum(p.numel() for p in posterior.theta.values())
-        likelihood = posterior.curvature.log_likelihood / self.settings.temperature
+        likelihood = posterior.curvature.log_likelihood / self.temperature
         known = math.isfinite(likelihood)
         effective, relevant, count, log_delta, behind, occam = self._held.total(
             posterior.effective_parameters,
@@ -462,6 +473,7 @@ class SpaM:
             "curvature": None if self._curvature is None else self._curvature.state_dict(),
             "likelihood": self.likelihood.state(),
             **self.timetable.state(),
+            "temperature": self.temperature,
             "updates": self.updates,
             "outputs": self.noise.outputs,
             "scale_free": self.scale_free.state(),
@@ -488,7 +500,7 @@ class SpaM:
         found = state["curvature"]
         self._curvature = None if found is None else Curvature.from_state_dict(found)
         self.likelihood.load_state(state["likelihood"])
-        self.updates = state["updates"]
+        self.temperature, self.updates = state["temperature"], state["updates"]
         self.noise.outputs = state["outputs"]
         self.scale_free.load_state(state["scale_free"])
         self.watch.load_state(state["watch"])

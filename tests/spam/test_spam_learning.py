@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shaver.curvature import estimate
 from shaver.evidence import Posterior
 from shaver.likelihoods import Regression
-from shaver.settings import LOG_BOUNDS
+from shaver.settings import FINE_TUNING, LOG_BOUNDS
 from shaver.spam import SpaM
 from tests.spam.toys import assert_close, blobs, mlp, seeded, sgd, split, train, weights
 
@@ -148,6 +148,38 @@ def test_a_lower_temperature_prunes_less():
         train(model, spam, sgd(model, 0.05), split(blobs()), 15)
         found.append(spam.statistics()["effective_parameters"])
     assert found[0] < found[1] < found[2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "expected"),
+    [
+        (25, {}, 0.5),
+        (100, {}, 1.0),
+        (400, {}, 1.0),
+        (25, {"temperature": 0.7}, 0.7),
+        (25, {"prior": "unit"}, 1.0),
+        (25, {"prior": "layer"}, 1.0),
+        (25, {"likelihood": "regression"}, 1.0),
+        (25, {"settings": FINE_TUNING}, 1.0),
+        (25, {"structure": "kron"}, 1.0),
+    ],
+)
+def test_the_data_count_more_where_each_of_many_weights_has_its_own_delta(
+    samples: int, options: dict[str, Any], expected: float
+):
+    model = nn.Sequential(nn.Linear(20, 5, bias=False), nn.Linear(5, 3).requires_grad_(False))  # 100 weights train
+    assert SpaM(model, samples, **options).temperature == pytest.approx(expected)
+
+
+def test_the_default_temperature_trains_as_the_same_number_passed():
+    found = []
+    for temperature in (None, math.sqrt(20 / 83)):
+        model = mlp()  # 83 weights
+        spam = SpaM(model, 20, temperature=temperature, source="ef", **OFTEN)
+        train(model, spam, sgd(model, 0.05), split(blobs(20)), 15)
+        assert spam.updates
+        found.append(weights(model))
+    assert_close(found[0], found[1])
 
 
 def test_the_noise_and_delta_are_a_fixed_point_by_epochs_too():

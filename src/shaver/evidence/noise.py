@@ -68,6 +68,11 @@ class NoiseLearner:
         self.outputs = 1
         self._has_warned = False
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether the likelihood has a noise."""
+        return isinstance(self.likelihood, Regression)
+
     def update(self, curvature: Curvature, effective: Callable[[], float], temperature: float) -> float | None:
         """Update the noise and rescale the curvature to it.
 

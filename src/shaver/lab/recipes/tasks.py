@@ -61,7 +61,7 @@ _ALL = (
     # The demo. Digits at a learning rate of 0.1 are at the edge: one MAP training of 16 died with SSE4.1 arithmetic.
     *(
         Task(name, _TITLES[name], scale, "", network, data, epochs, batch_size=size, lr=lr,
-             epoch_seconds=seconds, pass_seconds=0.01)
+             epoch_seconds=seconds, pass_seconds=0.01, spam={"temperature": None})
         for scale in SCALES
         for name, network, data, epochs, size, lr, seconds in (
             ("demo-cancer", _CANCER, "cancer", 50, 32, 0.1, 0.03),
