@@ -53,7 +53,7 @@ def prune_while_training(method: str, train: InMemory, seed: int, place: Path) -
         began = time.process_time()
         prior: dict[str, Any] = {"weight_decay": PRECISION / len(train)}
         if method == "spam":
-            prior = {"spam": {"burn_in": 0.05, "freeze": 1.0, "initial_precision": PRECISION}}
+            prior = {"spam": {"burn_in": 0.05, "freeze": 1.0, "initial_precision": PRECISION, "temperature": 1.0}}
         shaver.fit(
             model, train, method=method, epochs=EPOCHS[0], seed=seed, schedule="constant", folder=place / "fit",
             online=Online(SPARSITY, start=0.05, end=1.0, biases=True), logger=Told("pruning"), **prior, **TRAINING,

@@ -137,7 +137,7 @@ def measure(kind: str, with_spam: bool) -> dict[str, float]:
     else:
         trained = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"source": "ef", "every": EVERY, "update": UPDATE}
+    options: dict[str, Any] = {"source": "ef", "every": EVERY, "update": UPDATE, "burn_in": 0.0}
     spam = SpaM(trained, 1000, **options) if with_spam else None
     held, first = 0, 0.0
     with Traffic() as traffic:

@@ -57,15 +57,15 @@ class Task:
 _ADAM = {"optimizer": "adam", "lr": 1e-3}
 _SCRATCH = {"optimizer": "adamw", "lr": 1e-3, "clip": 1.0}
 TASKS = {
-    "digits": Task("digits_cnn", "digits", 40, 4, None, 64),
+    "digits": Task("digits_cnn", "digits", 40, 8, None, 64),
     "cancer": Task("fcn", "cancer", 100, 20, None, 64, {}, {"inputs": 30, "hidden": (100, 100), "classes": 2}),
-    "FCN/MNIST": Task("fcn", "mnist", 10, 2, 20_000),
-    "LeNet/MNIST": Task("lenet", "mnist", 8, 2, 20_000),
-    "LeNet/Fashion": Task("lenet", "fashion", 8, 2, 20_000),
-    "ResNet-20/CIFAR-10": Task("resnet20", "cifar10", 6, 1, 5_000),
-    "ViT/MNIST": Task("vit", "mnist", 8, 1, 10_000, 128, _ADAM),
-    "GPT/IMDB": Task("gpt", "imdb", 4, 1, 3_000, 32, _SCRATCH),
-    "BERT/IMDB": Task("bert", "imdb", 4, 1, 3_000, 32, _SCRATCH),
+    "FCN/MNIST": Task("fcn", "mnist", 30, 3, 60_000),
+    "LeNet/MNIST": Task("lenet", "mnist", 20, 2, 60_000),
+    "LeNet/Fashion": Task("lenet", "fashion", 20, 2, 60_000),
+    "ResNet-20/CIFAR-10": Task("resnet20", "cifar10", 10, 2, 10_000),
+    "ViT/MNIST": Task("vit", "mnist", 10, 2, 20_000, 128, _ADAM),
+    "GPT/IMDB": Task("gpt", "imdb", 4, 3, 3_000, 32, _SCRATCH),
+    "BERT/IMDB": Task("bert", "imdb", 4, 3, 3_000, 32, _SCRATCH),
 }
 
 
@@ -225,7 +225,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
     known = {(row["task"], row["training"], int(row["seed"]), row["split"]) for row in rows}
     labels = [] if asked.no_map else ["MAP", *(f"MAP weight_decay={decay:g}" for decay in asked.decay)]
-    labels += [f"SpaM {text}".strip() for text in asked.set or ["", "temperature=0.5"]]
+    labels += [f"SpaM {text}".strip() for text in asked.set or [""]]
     wanted = [
         (name, label, seed, asked.split)
         for name in asked.tasks
