@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from shaver.closures import Attachment, Objective, inner_optimizer, scale_of
-from shaver.curvature.blocks import Curvature
+from shaver.curvature.blocks import Curvature, row_pieces, summed
 from shaver.curvature.capture import trainable_parameters
 from shaver.curvature.estimation import STRUCTURES, estimate
 from shaver.curvature.online import UNMEASURED, OnlineCurvature
@@ -275,7 +275,7 @@ class SpaM:
         if not self.timetable.is_due:
             return
         if self.online.measurements:
-            self._update(self.online.curvature())
+            self._update(self.online.curvature(copied=self.noise.is_learned))  # learning the noise changes H
             for optimizer in optimizers:
                 if isinstance(optimizer, LBFGS):  # its history belongs to the old objective
                     optimizer.state.clear()
@@ -353,11 +353,14 @@ class SpaM:
             power = settings.shrink if self.online is None else settings.share(self.timetable.update)
             scale_free = self.scale_free.by_parameter
             for name, h in diagonal.items():
-                old, new = before.delta_of(name), self.prior.delta_of(name)
-                factor = shrink_factor(h / temperature, old, new, power).to(rows[name].dtype)
+                old, new = (of.delta_of(name).expand_as(h) for of in (before, self.prior))
+                factor = torch.empty_like(rows[name])
+                for part in row_pieces(h):
+                    factor[part] = shrink_factor(h[part] / temperature, old[part], new[part], power)
                 with kept_norms([self.theta[name]], scale_free):
                     self._shrink(name, rows[name].detach(), factor)
         self.updates += 1
+        self._made_of, self._delta = [], {}  # releases the old δ
         self.watch.warn_of_empty_matrices(rows, self.steps)
         if self.online is not None:
             likelihood = curvature.log_likelihood / temperature
@@ -370,7 +373,8 @@ class SpaM:
         """Multiply a weight by the factor; a matrix moves by at most ``LONGEST_UPDATE`` of its norm."""
         if self.theta[name].ndim > 1:
             moved, size = self._held.total(
-                float((weight * (1 - factor)).double().square().sum()), float(weight.double().square().sum())
+                float(summed(lambda w, f: (w * (1 - f)).double().square_(), weight, factor)),
+                float(summed(lambda w: w.double().square(), weight)),
             )
             longest = LONGEST_UPDATE * math.sqrt(size / moved) if moved else 1.0
             if longest < 1:

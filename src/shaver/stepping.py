@@ -1,14 +1,16 @@
 """How the prior enters an optimizer's step: as a proximal step, which is stable for every δ, or as a gradient."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from shaver.curvature.blocks import row_pieces
 from shaver.invariance import kept_norms, remove_radial
 from shaver.shards import local
 
@@ -20,8 +22,6 @@ VANISHED = 1e-30
 #: this share in a step of an optimizer that divides by the size of the gradients. Without these limits, the prior
 #: erases a transformer before it has learned anything; see the page on defaults.
 LONGEST_UPDATE, LONGEST_STEP = 0.1, 0.01
-#: Elements of a weight that are treated together: few enough for a core's cache.
-PIECE = 2**18
 _ONE = torch.ones((), device="cpu")
 
 
@@ -72,10 +72,10 @@ def apply_prior(
                 continue
             own, precision = local(weight), delta[weight]
             with kept_norms([weight], scale_free) if weight in scale_free else nullcontext():
-                for rows in _pieces(own):
+                precision = precision.expand_as(own)
+                for rows in row_pieces(own):
                     step = effective_step(optimizer, group, weight, rows)
-                    part = own if rows is None else own[rows]
-                    count = precision if rows is None else precision.expand_as(own)[rows]
+                    part, count = own[rows], precision[rows]
                     if isinstance(step, Tensor):
                         factor = _proximal(torch.addcmul(step.new_ones(()), count, step, value=strength))
                         if part.ndim > 1:
@@ -100,15 +100,6 @@ def _multiply(weight: Tensor, factor: Tensor) -> None:
     weight.addcmul_(move, longest.clamp_(max=1.0), value=-1.0)
 
 
-def _pieces(weight: Tensor) -> Iterator[slice | None]:
-    """Rows of a large tensor, a few at a time, so that they stay in a core's cache; None for all of a small one."""
-    if weight.numel() <= PIECE:
-        yield None
-        return
-    step = max(1, PIECE * len(weight) // weight.numel())
-    yield from (slice(start, start + step) for start in range(0, len(weight), step))
-
-
 @torch.no_grad()
 def clear_vanished(weights: Iterable[Tensor]) -> None:
     """Set weights below ``VANISHED`` to zero."""
@@ -118,7 +109,7 @@ def clear_vanished(weights: Iterable[Tensor]) -> None:
 
 
 def effective_step(
-    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, rows: slice | None = None
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, rows: slice | EllipsisType = ...
 ) -> float | Tensor:
     """How far a constant unit gradient moves a weight per step, once momentum has built up.
 
@@ -137,7 +128,7 @@ def effective_step(
     square: Tensor
 
     def of(name: str) -> Tensor:
-        return local(state[name]) if rows is None else local(state[name])[rows]
+        return local(state[name])[rows]
 
     if "exp_avg_sq" in state:  # Adam, AdamW, NAdam, RAdam
         square = of("max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shaver.curvature.blocks import summed
 from shaver.priors import Prior
 
 #: Measured losses per window. Two windows are compared.
@@ -163,8 +164,7 @@ def restore_vanishing(
     """
 
     def effective(of: Prior, name: str) -> float:
-        h = diagonal[name] / temperature
-        return float((h / (h + of.delta_of(name))).sum())
+        return float(summed(lambda h, delta: h / (h + temperature * delta), diagonal[name], of.delta_of(name)))
 
     left = dict(zip(diagonal, total(*(effective(prior, name) for name in diagonal)), strict=True)) if diagonal else {}
     few = [name for name, count in left.items() if count < 1]

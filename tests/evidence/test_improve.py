@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from shaver.curvature.blocks import Curvature, DiagonalBlock
+from shaver.curvature import blocks
+from shaver.curvature.blocks import Curvature, DiagonalBlock, summed
 from shaver.evidence import Posterior, improve, optimal_precision, shrink_factor
 from shaver.priors import make_prior
 from tests.evidence.evidence_cases import KINDS, STRUCTURES, by_hand, dense_evidence, make_curvature, make_theta
@@ -206,3 +207,28 @@ def test_mistakes_are_answered():
     prior.factors[0].values = torch.tensor(math.nan)
     with pytest.raises(FloatingPointError, match=r"prior precision of 'conv.weight'"):
         improve(prior, make_curvature("diag"), theta)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "unit", "layer"])
+def test_large_tensors_are_treated_a_few_rows_at_a_time(kind: str, monkeypatch):
+    theta, found = make_theta(), []
+    for piece in (10**6, 3):
+        monkeypatch.setattr(blocks, "PIECE", piece)
+        prior = make_prior(kind, theta)
+        posterior = improve(prior, make_curvature("diag"), theta, temperature=0.4)
+        found.append((posterior.log_evidence, posterior.effective_parameters, prior.delta()))
+    (evidence, effective, delta), (again, effective_again, delta_again) = found
+    assert evidence == pytest.approx(again, rel=1e-12)
+    assert effective == pytest.approx(effective_again, rel=1e-12)
+    for name in delta:
+        torch.testing.assert_close(delta[name], delta_again[name], rtol=1e-12, atol=0.0)
+
+
+def test_summed_adds_what_broadcasting_gives(monkeypatch):
+    monkeypatch.setattr(blocks, "PIECE", 5)
+    a, b = torch.rand(7, 3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    torch.testing.assert_close(summed(torch.mul, a, b), (a * b).sum())
+    torch.testing.assert_close(
+        summed(torch.exp, torch.tensor(2.0)), torch.tensor(2.0).double().exp(), rtol=1e-6, atol=0
+    )
+    assert summed(torch.exp, torch.empty(0, 4)) == 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shaver
-from shaver import stepping
+from shaver.curvature import blocks
 from shaver.stepping import add_prior_gradient, apply_prior, effective_step, take_step, unscale
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -183,7 +183,7 @@ def test_one_number_for_a_whole_tensor_broadcasts():
 @pytest.mark.parametrize("name", ["sgd momentum", "adam", "amsgrad", "rmsprop", "adagrad", "adadelta"])
 @pytest.mark.parametrize("shape", [(7, 4), (7, 1), (4,), ()])
 def test_a_large_tensor_is_treated_a_few_rows_at_a_time(name: str, shape: tuple[int, ...], monkeypatch):
-    monkeypatch.setattr(stepping, "PIECE", 9)
+    monkeypatch.setattr(blocks, "PIECE", 9)
     p = nn.Parameter(torch.randn(7, 4, dtype=torch.float64))
     optimizer = STEADY[name]([p])
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_a_large_tensor_is_treated_a_few_rows_at_a_time(name: str, shape: tuple[
         optimizer.step()
     delta = 50 * torch.rand(shape, dtype=torch.float64)
     eta, before = effective_step(optimizer, optimizer.param_groups[0], p), p.detach().clone()
-    assert len(list(stepping._pieces(p))) == 4
+    assert len(list(blocks.row_pieces(p))) == 4
     apply_prior(optimizer, {p: delta}, 0.01)
     wanted = before / (1 + eta * 0.01 * delta)
     if isinstance(eta, Tensor):

@@ -1,7 +1,8 @@
 """The curvature H of the negative log likelihood, one block per parameter, diagonal or Kronecker."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -9,10 +10,35 @@ from torch import Tensor
 from shaver.ranks import Ranks
 from shaver.selection import Dims, Selection, take
 
+#: Elements of a weight that are treated together: few enough for a core's cache.
+PIECE = 2**18
+
 
 def at_least_float32(values: Tensor) -> Tensor:
     """Half-precision values as float32, in which curvature is accumulated; all others unchanged."""
     return values.float() if values.is_floating_point() and values.element_size() < 4 else values
+
+
+def row_pieces(values: Tensor) -> Iterator[slice | EllipsisType]:
+    """Indices of a large tensor's rows, a few at a time, so that they stay in a core's cache; all of a small one."""
+    if values.numel() <= PIECE:
+        yield ...
+        return
+    step = max(1, PIECE * len(values) // values.numel())
+    yield from (slice(start, start + step) for start in range(0, len(values), step))
+
+
+def summed(function: Callable[..., Tensor], first: Tensor, *others: Tensor) -> Tensor:
+    """Σ function(first, *others) in float64, without a temporary as large as the tensors.
+
+    Args:
+        function: Computes one value per element.
+        first: Its shape is that of all values.
+        others: Broadcastable to that shape.
+    """
+    whole = [first, *(other.expand_as(first) for other in others)]
+    parts = [function(*(values[rows] for values in whole)).sum(dtype=torch.float64) for rows in row_pieces(first)]
+    return torch.stack(parts).sum()
 
 
 @dataclass

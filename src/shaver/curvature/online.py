@@ -190,19 +190,22 @@ class OnlineCurvature:
         """After the noise of a regression has changed: multiply H, and replace the log likelihood of the data."""
         for average in self.average.values():
             average.mul_(factor)
-        self.average_nll = -log_likelihood / self.data_size * (1 - self.decay**self.measurements)
+        self.average_nll = -log_likelihood / self.data_size
 
-    def curvature(self) -> Curvature:
+    def curvature(self, *, copied: bool = True) -> Curvature:
         """The average so far as a :class:`Curvature`; the log likelihood is an average too.
+
+        Args:
+            copied: If not, its tensors are those of the average, which the next measurement changes.
 
         Raises:
             RuntimeError: Nothing has been measured yet.
         """
         if not self.measurements:
             raise RuntimeError(UNMEASURED)
-        correction = 1 / (1 - self.decay**self.measurements)
-        blocks = {name: DiagonalBlock(self.average[name] * correction) for name in self.wanted}
-        log_likelihood = -self.average_nll * correction * self.data_size
+        averages = {name: self.average[name] for name in self.wanted}
+        blocks = {name: DiagonalBlock(h.clone() if copied else h) for name, h in averages.items()}
+        log_likelihood = -self.average_nll * self.data_size
         return Curvature(dict(blocks), log_likelihood, self.data_size, "diag", self.source, dict(self.rules))
 
     def select(self, kept: Selection) -> None:
@@ -356,13 +359,14 @@ class OnlineCurvature:
             if name not in self.average:
                 self.average[name] = self._held.zeros(name)
         seen_names = [name for name in self.wanted if name in self._sums]
-        torch._foreach_mul_(list(self.average.values()), self.decay)
+        newest = (1 - self.decay) / (1 - self.decay ** (self.measurements + 1))  # corrects the bias of the first ones
+        torch._foreach_mul_(list(self.average.values()), 1 - newest)
         if seen_names:
-            share = (1 - self.decay) * self.data_size / count / unit
+            share = newest * self.data_size / count / unit
             averages = [self.average[name] for name in seen_names]
             torch._foreach_add_(averages, [self._sums[name] for name in seen_names], alpha=share)
         self.newest_nll = nll / count
-        self.average_nll = self.decay * self.average_nll + (1 - self.decay) * self.newest_nll
+        self.average_nll += newest * (self.newest_nll - self.average_nll)
         if known:
             self.weight = weight / known / (scale or 1.0)
         self.measurements += 1

@@ -9,11 +9,12 @@ one, so matrix-vector products are enough.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 
-from shaver.curvature.blocks import Curvature, DiagonalBlock, KroneckerBlock, at_least_float32
+from shaver.curvature.blocks import Curvature, DiagonalBlock, KroneckerBlock, at_least_float32, summed
 from shaver.layouts import Axes, Layout
 
 
@@ -80,9 +81,17 @@ class DiagonalBasis(Basis):
                     f"to {high.item():g}); training has diverged or the likelihood's Hessian is wrong."
                 )
 
-    def eigenvalues(self) -> Tensor:
-        """h/T, computed on each call so that no second copy of H is kept."""
-        return self.values if self.temperature == 1 else self.values / self.temperature
+    def eigenvalues(self, rows: slice | EllipsisType = ...) -> Tensor:
+        """h/T of some rows or of all, computed on each call so that no second copy of H is kept."""
+        return self.values[rows] if self.temperature == 1 else self.values[rows] / self.temperature
+
+    def log_det(self, projected: Tensor) -> Tensor:
+        """log |H + δ| as a float64 scalar, a piece at a time."""
+        return summed(lambda h, delta: (h / self.temperature + delta).log_(), self.values, projected)
+
+    def effective(self, projected: Tensor) -> Tensor:
+        """Σ_p h_p / (h_p + δ_p T) as a float64 scalar, a piece at a time."""
+        return summed(lambda h, delta: h / (h + self.temperature * delta), self.values, projected)
 
     def project(self, delta: Tensor, factors: int = 1) -> Tensor:
         """δ itself."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import check_network
-from shaver.curvature.blocks import Curvature, DiagonalBlock
+from shaver.curvature.blocks import Curvature, DiagonalBlock, row_pieces
 from shaver.evidence.basis import Basis, DiagonalBasis, make_bases
 from shaver.evidence.posterior import Posterior, occam
 from shaver.naming import check_name, shown
@@ -225,9 +225,14 @@ def _total(terms: Sequence[_Sums], factor: Factor) -> _Sums:
 def _closed(part: _Part) -> None:
     (factor,) = part.factors
     ((name, basis),) = part.bases.items()
-    delta = optimal_precision(basis.eigenvalues(), part.theta[name]).to(factor.values.dtype)
+    assert isinstance(basis, DiagonalBasis)
     low, high = (torch.tensor(bound, dtype=torch.float64).exp().item() for bound in part.prior.bounds)
-    factor.values = torch.where(delta.isnan(), factor.values, delta).clamp_(low, high)
+    before, theta = factor.values, part.theta[name]
+    found = torch.empty_like(before)
+    for rows in row_pieces(theta):
+        delta = optimal_precision(basis.eigenvalues(rows), theta[rows]).to(before.dtype)
+        found[rows] = torch.where(delta.isnan(), before[rows], delta).clamp_(low, high)
+    factor.values = found
 
 
 def _iterate(part: _Part, steps: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver import io
-from shaver.curvature.blocks import Curvature, at_least_float32
+from shaver.curvature.blocks import Curvature, at_least_float32, summed
 from shaver.evidence.basis import Basis, make_bases
 from shaver.evidence.prediction import METHODS, Prediction, draws, linearised, sampled
 from shaver.likelihoods import Likelihood, get_likelihood
@@ -251,8 +251,8 @@ def log_evidence(
 def occam(basis: Basis, delta: Tensor, projected: Tensor, theta: Tensor) -> Tensor:
     """One parameter's share of the evidence, ½ [Σ log δ − θᵀδθ − log|H + δ|], as a float64 scalar."""
     repeats = theta.numel() // max(delta.numel(), 1)
-    log_prior = delta.log().sum(dtype=torch.float64) * repeats
-    scatter = (delta * theta.square()).sum(dtype=torch.float64)
+    log_prior = summed(torch.log, delta) * repeats
+    scatter = summed(lambda weights, precision: weights.square() * precision, theta, delta)
     return 0.5 * (log_prior - scatter - basis.log_det(projected))
 
 
