@@ -80,6 +80,19 @@ def test_auto_removes_what_does_not_pay_and_reports_exactly_what_that_does(probl
     assert "nats" in str(pruned)
 
 
+def test_the_expected_loss_counts_each_sample_once_at_every_temperature(problem):
+    X, y, delta, model, posterior = problem
+    theta = model.weight.detach().clone()
+    masks = torch.rand(theta.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    cold = Posterior(posterior.curvature, delta, {"weight": theta}, temperature=0.25)
+    for of in (posterior, cold):
+        h = posterior.curvature.diagonal()["weight"]
+        # θ is the mode under δ and the temperature: the loss has the slope −Tδθ there
+        expected = ((of.temperature * delta * theta.square() + 0.5 * h * theta.square()) * ~masks).sum()
+        found = weigh(model, of, ["weight"]).of_removal({"weight": masks})["loss_rise"]
+        assert found == pytest.approx(float(expected))
+
+
 def test_the_threshold_is_an_option(problem):
     *_, model, posterior = problem
     assert prune(model, None, "auto", posterior=posterior, nats=-1e9, budget=math.inf).achieved == 0

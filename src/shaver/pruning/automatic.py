@@ -34,15 +34,17 @@ class Worth:
 
     Attributes:
         gains: G = ½ [S − log(P/δ)] per weight: the log evidence gained by keeping it, in nats.
-        rises: δθ² + ½hθ² per weight: how much its removal raises the loss, summed over the data.
+        rises: δθ² + ½hθ² per weight: how much its removal raises loss/T, summed over the data.
         determined: Σγ, the number of weights that the data determine.
         samples: The number of samples, if the posterior has it.
+        temperature: T: the posterior counts the data 1/T times.
     """
 
     gains: Mapping[str, Tensor]
     rises: Mapping[str, Tensor]
     determined: float
     samples: int | None
+    temperature: float = 1.0
 
     def kept(self, nats: float = DEFAULT_NATS, budget: float | None = None) -> dict[str, Tensor]:
         """Masks of the weights that automatic sparsity keeps: those with G ≥ ``nats``, and those beyond the budget.
@@ -75,7 +77,7 @@ class Worth:
         """The effect of masks: the change of the log evidence, −ΣG, and the expected rise of the summed loss."""
         return {
             "evidence_change": -_sum_of_removed(self.gains, masks),
-            "loss_rise": _sum_of_removed(self.rises, masks),
+            "loss_rise": self.temperature * _sum_of_removed(self.rises, masks),
         }
 
 
@@ -105,7 +107,8 @@ def weigh(model: nn.Module, posterior: PosteriorLike, names: Iterable[str]) -> W
         gains[name] = 0.5 * (p * weight.square() - (p / delta).log())
         rises[name] = 0.5 * (p + delta) * weight.square()
         determined += float((1 - delta / p).double().sum())
-    return Worth(gains, rises, determined, getattr(posterior.curvature, "data_size", None))
+    samples = getattr(posterior.curvature, "data_size", None)
+    return Worth(gains, rises, determined, samples, getattr(posterior, "temperature", 1.0))
 
 
 def _sum_of_removed(values: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> float:

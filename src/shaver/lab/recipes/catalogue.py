@@ -136,7 +136,7 @@ def _demo(name: str, scale: str) -> Recipe:
     own = {"methods": ("spam",), "priors": ("unit",), "seeds": 1, "stages": (structured,)}
     units = replace(digits, name="demo-units", title=f"{digits.title}, whole units removed", own=own)
     stage = Stage(sparsities=tuple(sorted((*PAPER_SPARSITIES, 0.98))))
-    repaired = Stage("repaired", ("opd",), (0.8, 0.9, 0.95, 0.98), methods=("map",))
+    repaired = Stage("repaired", ("opd",), (0.8, 0.9, 0.95, 0.98))
     tasks = (digits, units, cancer)  # the longest trainings first: no core is idle at the end
     return Recipe(name, "Two small networks, pruned", "–", scale, tasks, stages=(stage, repaired), curves=False)
 

@@ -62,7 +62,7 @@ def write_figures(
 
 
 def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
-    """Accuracy over sparsity by the main criterion, one panel per experiment and one line per method.
+    """Accuracy over sparsity by the main criterion, one panel per experiment, a line per method and one for its repair.
 
     Experiments with a single method are left out if others compare several.
     """
@@ -70,11 +70,14 @@ def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
     axes = panels(plt, len(shown))
     for axis, experiment in zip(axes, shown, strict=True):
         curves = main_curves(experiment)
-        for curve in curves:
-            method = curve.variant.method
+        repaired = [c for c in _main_curves(experiment, "repaired") if c.criterion == experiment.main_criterion]
+        for curve in (*curves, *repaired):
+            method, label = curve.variant.method, curve.variant.method_name
             style = {"color": _METHOD_COLOURS.get(method, "#661100"), "linestyle": DASHES.get(method, "solid")}
-            label = curve.variant.method_name
-            draw_line(axis, curve.values("accuracy"), METRICS[0], band=True, linewidth=2.4, label=label, **style)
+            style |= {"label": label, "linewidth": 2.4}
+            if curve in repaired:
+                style |= {"label": f"{label}, repaired", "linewidth": 1.2, "marker": "o", "markersize": 4}
+            draw_line(axis, curve.values("accuracy"), METRICS[0], band=curve not in repaired, **style)
         sparsity_axis(axis, curves)
         axis.set_title(experiment.title)
     for axis in axes:

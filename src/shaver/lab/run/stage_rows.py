@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shaver.batches import IGNORED
 from shaver.criteria import needs, score
 from shaver.data import Splits
+from shaver.evidence import Posterior
 from shaver.lab.recipes.grid import Cell
 from shaver.lab.recipes.language import Reviews, after_the_fact
 from shaver.lab.run.networks import CachedNetwork, Report, scored_batches
@@ -95,7 +96,7 @@ def evaluate(
     cutter = UnitCutter(trained, data) if stage.name == "structured" else WeightCutter(trained, calibration)
     if DENSE not in skip:
         report("measuring the dense network", 0, len(stage.criteria))
-        yield [_dense_row(trained, data)]
+        yield [_dense_row(cell, trained, data)]
     for number, criterion in enumerate(stage.criteria):
         if criterion in skip:
             continue
@@ -113,8 +114,8 @@ def evaluate(
             if stage.epochs:
                 row["tuning_epochs"] = stage.epochs
                 _fine_tune(cell, cut, data)
-            elif cut.evidence_change is not None:
-                row["log_evidence"] = _log_evidence(trained) + cut.evidence_change
+            elif cut.evidence_change is not None and trained.posterior.temperature == cell.training.temperature:
+                row["log_evidence"] = _log_evidence(cell, trained) + cut.evidence_change
             rows.append(row | measured(cut.network, data, timed=cutter.is_faster))
         yield rows
 
@@ -141,9 +142,9 @@ def measured(network: nn.Module, data: Splits, *, timed: bool = False) -> Row:
     return row
 
 
-def _dense_row(trained: CachedNetwork, data: Splits) -> Row:
+def _dense_row(cell: Cell, trained: CachedNetwork, data: Splits) -> Row:
     """The network before pruning, with its latency."""
-    row: Row = {"criterion": DENSE, "sparsity": 0.0, "achieved": 0.0, "log_evidence": _log_evidence(trained)}
+    row: Row = {"criterion": DENSE, "sparsity": 0.0, "achieved": 0.0, "log_evidence": _log_evidence(cell, trained)}
     return row | measured(trained.model, data, timed=True)
 
 
@@ -163,11 +164,15 @@ def _fine_tune(cell: Cell, cut: Cut, data: Splits) -> None:
     fit(cut.network, data.train, method="map", epochs=epochs, lr=lr, masks=cut.masks, options=decay, **options)
 
 
-def _log_evidence(trained: CachedNetwork) -> float:
-    """Of the dense network; NaN without the likelihood of the data, and for L1, whose prior is not a Gaussian."""
-    if "l1" in trained.facts or not math.isfinite(trained.posterior.curvature.log_likelihood):
+def _log_evidence(cell: Cell, trained: CachedNetwork) -> float:
+    """Of the dense network; NaN without the likelihood of the data, and for L1, whose prior is not a Gaussian.
+
+    The data count as the task says, which need not be SpaM's own temperature, so that all trainings can be compared.
+    """
+    found = trained.posterior
+    if "l1" in trained.facts or not math.isfinite(found.curvature.log_likelihood):
         return math.nan
-    return trained.posterior.log_evidence
+    return Posterior(found.curvature, found.delta(), found.theta, cell.training.temperature).log_evidence
 
 
 def _after_two_steps(cell: Cell, trained: CachedNetwork, data: Splits) -> CachedNetwork:
