@@ -81,7 +81,7 @@ def test_auto_removes_what_does_not_pay_and_reports_exactly_what_that_does(probl
 
 
 def test_the_expected_loss_counts_each_sample_once_at_every_temperature(problem):
-    X, y, delta, model, posterior = problem
+    _, _, delta, model, posterior = problem
     theta = model.weight.detach().clone()
     masks = torch.rand(theta.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     cold = Posterior(posterior.curvature, delta, {"weight": theta}, temperature=0.25)
