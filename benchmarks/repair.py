@@ -34,6 +34,8 @@ PUBLISHED = {"MP": (88.44, 78.79, 54.01, 11.79), "WoodFisher": (90.23, 81.05, 62
 
 #: Images that a fit of all layers together sees: 40 passes over 4,000 images, 10 over 16,000.
 SEEN = 160_000
+#: Calibration images of a part, if not 4,000.
+IMAGES = {"units": 16_000, "flops": 60_000}
 #: How a small network is fine-tuned with labels. Chosen on 10,000 training images that were left out.
 TUNING: dict[str, Any] = {"epochs": 5, "optimizer": "adam", "lr": 0.012, "batch_size": 64}
 #: How one of its widths is trained from new weights: as the dense network, for as many epochs in all.
@@ -344,8 +346,9 @@ def cases(part: str, asked: argparse.Namespace) -> Iterator[tuple[Case, Iterator
             continue
         name = NETWORKS[part]
         found = trained(name, seed, asked.runs)
-        images = found["splits"].train[_some(16_000 if part in ("units", "flops") else 4000, 60_000)][0]
-        case = Case(name, seed, found["model"], images, list(found["splits"].test.batches(500)))
+        images = found["splits"].train[_some(IMAGES.get(part, 4000), 60_000)][0]
+        test, seen = list(found["splits"].test.batches(500)), 10 * len(images) if part == "flops" else SEEN
+        case = Case(name, seed, found["model"], images, test, seen=seen)
         if part == "units":
             yield case, units(case, (0.6, 0.8))
         elif part == "flops":
