@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from shaver.closures import Attachment, Objective, inner_optimizer, scale_of
-from shaver.curvature.blocks import Curvature, row_pieces, summed
+from shaver.curvature.blocks import Curvature
 from shaver.curvature.capture import trainable_parameters
 from shaver.curvature.estimation import STRUCTURES, estimate
 from shaver.curvature.online import UNMEASURED, OnlineCurvature
-from shaver.evidence import Posterior, improve, shrink_factor
+from shaver.evidence import Posterior, improve
 from shaver.evidence.noise import NoiseLearner
 from shaver.invariance import ScaleFree, kept_norms
 from shaver.likelihoods import Likelihood, get_likelihood
@@ -29,11 +29,11 @@ from shaver.selection import Selection
 from shaver.settings import Settings, fitting_temperature, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import (
-    LONGEST_UPDATE,
     add_prior_gradient,
     apply_prior,
     check_optimizers,
     clear_vanished,
+    shrink,
     take_step,
     unscale,
 )
@@ -353,12 +353,9 @@ class SpaM:
             power = settings.shrink if self.online is None else settings.share(self.timetable.update)
             scale_free = self.scale_free.by_parameter
             for name, h in diagonal.items():
-                old, new = (of.delta_of(name).expand_as(h) for of in (before, self.prior))
-                factor = torch.empty_like(rows[name])
-                for part in row_pieces(h):
-                    factor[part] = shrink_factor(h[part] / temperature, old[part], new[part], power)
+                deltas = before.delta_of(name), self.prior.delta_of(name)
                 with kept_norms([self.theta[name]], scale_free):
-                    self._shrink(name, rows[name].detach(), factor)
+                    shrink(rows[name].detach(), h, deltas, temperature=temperature, power=power, total=self._held.total)
         self.updates += 1
         self._made_of, self._delta = [], {}  # releases the old δ
         self.watch.warn_of_empty_matrices(rows, self.steps)
@@ -368,18 +365,6 @@ class SpaM:
             if math.isfinite(likelihood):
                 evidence = likelihood + self._held.total(posterior.log_evidence - likelihood)[0]
             self.watch.warn_of_harm(evidence, self.steps)
-
-    def _shrink(self, name: str, weight: Tensor, factor: Tensor) -> None:
-        """Multiply a weight by the factor; a matrix moves by at most ``LONGEST_UPDATE`` of its norm."""
-        if self.theta[name].ndim > 1:
-            moved, size = self._held.total(
-                float(summed(lambda w, f: (w * (1 - f)).double().square_(), weight, factor)),
-                float(summed(lambda w: w.double().square(), weight)),
-            )
-            longest = LONGEST_UPDATE * math.sqrt(size / moved) if moved else 1.0
-            if longest < 1:
-                factor = 1 - longest * (1 - factor)
-        weight.mul_(factor)
 
     # Results ---------------------------------------------------------------------------------------------------
 

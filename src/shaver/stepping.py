@@ -1,7 +1,8 @@
 """How the prior enters an optimizer's step: as a proximal step, which is stable for every δ, or as a gradient."""
 
+import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import EllipsisType
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from shaver.curvature.blocks import row_pieces
+from shaver.curvature.blocks import row_pieces, summed
+from shaver.evidence import shrink_factor
 from shaver.invariance import kept_norms, remove_radial
 from shaver.shards import local
 
@@ -84,6 +86,43 @@ def apply_prior(
                             part.mul_(factor)
                     else:
                         part.mul_(_proximal(torch.add(_ONE, count, alpha=step * strength)))
+
+
+@torch.no_grad()
+def shrink(
+    weight: Tensor,
+    h: Tensor,
+    deltas: tuple[Tensor, Tensor],
+    *,
+    temperature: float,
+    power: float,
+    total: Callable[..., list[float]],
+) -> None:
+    """Move a weight towards the posterior mean after an update of δ, see :func:`shaver.evidence.shrink_factor`.
+
+    A matrix moves by at most :data:`LONGEST_UPDATE` of its norm.
+
+    Args:
+        weight: Changed in place.
+        h: Diagonal of H.
+        deltas: δ before and after the update, broadcastable.
+        temperature: T: H counts 1/T times.
+        power: Share of the move in log θ.
+        total: Sums of numbers over the ranks that hold rows of the weight.
+    """
+    old, new = (delta.expand_as(h) for delta in deltas)
+    factor = torch.empty_like(weight)
+    for rows in row_pieces(h):
+        factor[rows] = shrink_factor(h[rows] / temperature, old[rows], new[rows], power)
+    if weight.ndim > 1:
+        moved, size = total(
+            float(summed(lambda w, f: (w * (1 - f)).double().square(), weight, factor)),
+            float(summed(lambda w: w.double().square(), weight)),
+        )
+        longest = LONGEST_UPDATE * math.sqrt(size / moved) if moved else 1.0
+        if longest < 1:
+            factor = 1 - longest * (1 - factor)
+    weight.mul_(factor)
 
 
 def _proximal(divisor: Tensor) -> Tensor:
