@@ -73,7 +73,7 @@ def test_every_bit_of_every_kind_of_tensor(tmp_path):
     with torch.no_grad():
         for layer in (model.first, model.narrow):
             layer.weight.masked_fill_(torch.rand(40, 40) < 0.9, 0)
-            layer.weight[0, :4] = torch.tensor([-0.0, float("nan"), float("inf"), 1e-45])
+            layer.weight[0, :4] = torch.tensor([0.0, float("nan"), float("inf"), 1e-45])
         model.norm.running_var.mul_(3)
         model.norm.num_batches_tracked += 12345678901
     save(model, tmp_path)
@@ -82,6 +82,21 @@ def test_every_bit_of_every_kind_of_tensor(tmp_path):
     assert restored.tied.weight is restored.first.weight
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["tensors"]["tied.weight"] == {"same": "first.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_negative_weights_times_zero_take_no_room(tmp_path, dtype):
+    torch.manual_seed(0)
+    model = lenet().to(dtype)
+    masks = prune(model, score(model, "random"), 0.9).masks
+    save(model, tmp_path / "plus")
+    for name, p in model.named_parameters():
+        if name in masks:
+            p.data[~masks[name]] = -0.0
+    save(model, tmp_path / "minus")
+    assert size(tmp_path / "minus") == size(tmp_path / "plus")
+    restored = load(tmp_path / "minus", lambda: lenet().to(dtype))
+    assert all(torch.equal(a, b) for a, b in zip(restored.parameters(), model.parameters(), strict=True))
 
 
 def test_masks_travel_along_even_where_a_kept_weight_is_zero(tmp_path):

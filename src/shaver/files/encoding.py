@@ -23,8 +23,8 @@ def encode(tensor: Tensor, mask: Tensor | None = None) -> tuple[str, dict[str, T
 
     Args:
         tensor: Any tensor; complex and quantised tensors are stored dense.
-        mask: The entries to store, zero or not. Default: every entry whose bits differ from +0, so that −0 and NaN are
-            restored too.
+        mask: The entries to store, zero or not. Default: every entry but zeros. −0, which a negative weight times a
+            mask gives, comes back as 0.
     """
     dense = {"values": tensor.detach().cpu().contiguous()}
     present = _present(dense["values"]) if mask is None else mask.cpu().reshape(-1).numpy()
@@ -77,11 +77,13 @@ def decode(code: str, parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[T
 
 
 def _present(values: Tensor) -> NDArray[np.bool_] | None:
-    """A mask of the entries that differ from +0 in any bit; ``None`` for types without bit access."""
+    """A mask of the entries that are not zero, by their bits; ``None`` for types without bit access."""
     if values.is_complex() or values.is_quantized or values.numel() == 0:
         return None
     size = values.element_size()
     pattern = values.reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    if values.is_floating_point():
+        pattern = pattern & torch.iinfo(pattern.dtype).max  # without the sign
     present: NDArray[np.bool_] = (pattern != 0).numpy()
     return present
 
