@@ -104,7 +104,7 @@ def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer, calls: list[f
 
 def test_lbfgs_finds_the_minimum_of_loss_and_prior():
     model = mlp().double()
-    spam = SpaM(model, 44, initial_precision=2.0, total_steps=10**6)
+    spam = SpaM(model, 44, initial_precision=2.0, total_steps=10**6, temperature=1.0)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=30, line_search_fn="strong_wolfe")
     calls: list[float] = []
     for _ in range(20):
@@ -119,7 +119,7 @@ def test_lbfgs_finds_the_minimum_of_loss_and_prior():
 
 def test_the_loss_that_lbfgs_sees_holds_the_prior():
     model = mlp().double()
-    spam = SpaM(model, 44, initial_precision=2.0, total_steps=10**6)
+    spam = SpaM(model, 44, initial_precision=2.0, total_steps=10**6, temperature=1.0)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     calls: list[float] = []
     penalty = sum(float(p.detach().square().sum()) for p in model.parameters()) * 2.0 / 44 / 2
