@@ -77,9 +77,11 @@ def test_random_gradients_have_mean_zero_and_the_hessian_as_covariance(case):
 
 def test_random_gradients_are_decided_by_the_generator(case):
     likelihood, outputs, _ = case
-    draw = [likelihood.mc_gradient(outputs, torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
-    assert torch.equal(draw[0], draw[1])
-    assert not torch.equal(draw[0], draw[2])
+    first, again, *others = (
+        likelihood.mc_gradient(outputs, torch.Generator().manual_seed(s)) for s in (0, 0, *range(1, 30))
+    )
+    assert torch.equal(first, again)
+    assert any(not torch.equal(first, other) for other in others)  # where one class is almost certain, many are equal
 
 
 def test_random_gradients_can_do_without_a_generator(case):
