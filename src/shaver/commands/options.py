@@ -67,7 +67,7 @@ class DemoOptions:
     A fully connected network on breast cancer data and a small convolutional network on 8×8 digits are trained by
     MAP (ordinary training with weight decay) and by SpaM, pruned by every criterion to eleven sparsities, and measured
     on test data. The tables are printed; the results folder gets report.html (one page with everything), results.csv,
-    a figure and the trained networks. It takes about a minute on two cores.
+    a figure and the trained networks. It takes about two minutes on two cores.
 
     Attributes:
         out: Folder for the results. Networks that an earlier call finished there are not trained again.
