@@ -15,12 +15,17 @@ def flat(result: curvature.Curvature) -> Tensor:
 
 
 def z_scores(draws: Tensor, expected: Tensor) -> Tensor:
-    """How many standard errors the mean of ``draws`` lies from ``expected``, entry by entry, and for the total."""
+    """How many standard errors the mean of ``draws`` lies from ``expected``, entry by entry, and for the total.
+
+    A label that is too rare to be drawn is missing in the mean and in its spread. It can be worth a share of the
+    largest entry that is about its probability, so no standard error counts as smaller than 0.4 % of that entry.
+    """
     draws = torch.cat([draws, draws.sum(1, keepdim=True)], 1)
     expected = torch.cat([expected, expected.sum().reshape(1)])
     error = draws.std(0) / len(draws) ** 0.5
     noisy = error > 1e-9 * expected.max()  # entries without noise must simply be right
     torch.testing.assert_close(draws.mean(0)[~noisy], expected[~noisy], rtol=1e-7, atol=1e-7 * float(expected.max()))
+    error[:-1].clamp_(min=0.004 * float(expected[:-1].max()))
     return ((draws.mean(0) - expected) / error)[noisy]
 
 
