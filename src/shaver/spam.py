@@ -33,6 +33,7 @@ from shaver.stepping import (
     apply_prior,
     check_optimizers,
     clear_vanished,
+    embeddings_of,
     shrink,
     take_step,
     unscale,
@@ -351,8 +352,10 @@ class SpaM:
         self.watch.keep_matrices(self.prior, before, matrices, temperature, self._held.total, self.steps)
         if settings.shrink and self.updates and not self._is_debiased:
             power = settings.shrink if self.online is None else settings.share(self.timetable.update)
-            scale_free = self.scale_free.by_parameter
+            scale_free, tables = self.scale_free.by_parameter, embeddings_of(self.model)
             for name, h in diagonal.items():
+                if self.theta[name] in tables:
+                    continue
                 deltas = before.delta_of(name), self.prior.delta_of(name)
                 with kept_norms([self.theta[name]], scale_free):
                     shrink(rows[name].detach(), h, deltas, temperature=temperature, power=power, total=self._held.total)

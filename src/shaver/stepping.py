@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from shaver.curvature.blocks import row_pieces, summed
@@ -123,6 +123,16 @@ def shrink(
         if longest < 1:
             factor = 1 - longest * (1 - factor)
     weight.mul_(factor)
+
+
+def embeddings_of(model: nn.Module) -> set[Tensor]:
+    """Embedding tables, which :func:`shrink` would harm.
+
+    The curvature of a word is measured only in the batches that have it, so its δ goes up and down. Each rise would
+    shrink the word's weights, and no fall would restore them.
+    """
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return {parameter for table in tables for parameter in table.parameters(recurse=False)}
 
 
 def _proximal(divisor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from shaver.curvature import estimate
 from shaver.curvature.blocks import Curvature, DiagonalBlock
@@ -245,6 +246,24 @@ def test_an_update_finds_the_best_delta_and_moves_the_weights_along(shrink: floa
         assert_close(weights(model), theta, 1e-8)
         delta = best
     assert spam.updates == 3
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_update_does_not_move_an_embedding_table(kind: type[nn.Module]):
+    """With a learning rate of 0 only the shrink moves weights. Most rows of the table are not in a batch."""
+    table = kind(50, 4)
+    pooled = nn.Flatten() if kind is nn.Embedding else nn.Identity()
+    model = nn.Sequential(table, pooled, nn.Linear(8 if kind is nn.Embedding else 4, 3))
+    spam = SpaM(model, N, source="ef", every=1, update=1, burn_in=0)
+    before = weights(model)
+    for seed in range(6):
+        words = torch.randint(50, (16, 2), generator=torch.Generator().manual_seed(seed))
+        train(model, spam, sgd(model, 0.0), [(words, words[:, 0] % 3)])
+    after = weights(model)
+    assert spam.updates == 6
+    assert torch.equal(after["0.weight"], before["0.weight"])
+    assert not torch.equal(after["2.weight"], before["2.weight"])
+    assert spam.prior.delta()["0.weight"].std() > 0
 
 
 @pytest.mark.parametrize("method", ["fixed_point", "gradient"])
