@@ -102,19 +102,15 @@ def summary(
 
 
 def _size(model: nn.Module) -> dict[str, int]:
-    parameters, buffers = list(model.parameters()), _saved_buffers(model)
-    return {
-        "parameters": sum(p.numel() for p in parameters),
-        "nonzeros": sum(_nonzeros(p) for p in parameters),
-        "bytes_dense": sum(map(_bytes, [*parameters, *buffers])),
-        "bytes_sparse": sum(map(_sparse_bytes, parameters)) + sum(map(_bytes, buffers)),
-    }
-
-
-def _saved_buffers(model: nn.Module) -> list[Tensor]:
-    parameters = {id(p) for p in model.parameters()}
+    parameters = {id(p): p for p in model.parameters()}
     saved = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
-    return [tensor for key, tensor in saved.items() if key not in parameters]
+    buffers = sum(_bytes(tensor) for key, tensor in saved.items() if key not in parameters)
+    return {
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "nonzeros": sum(_nonzeros(p) for p in parameters.values()),
+        "bytes_dense": sum(map(_bytes, parameters.values())) + buffers,
+        "bytes_sparse": sum(map(_sparse_bytes, parameters.values())) + buffers,
+    }
 
 
 def _nonzeros(tensor: Tensor) -> int:

@@ -1,23 +1,39 @@
-"""Evaluation mode inside a block: no gradients, and each module's mode is restored afterwards."""
+"""A network inside a block of code: evaluation mode, and tensors that get their values back afterwards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients inside the block. Afterwards, also after an error, each mode is restored.
 
     ``model.train(was_training)`` is not enough: it would set a frozen BatchNorm in a training model to train mode.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modes = [(module, module.training) for model in models for module in model.modules()]
     try:
+        for model in models:
+            model.eval()
         with torch.no_grad():
             yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def restored(tensors: Iterable[Tensor], *, always: bool = False) -> Iterator[None]:
+    """Give tensors their values back, in place, if the block ends with an error or an interruption, or ``always``."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    is_done = False
+    try:
+        yield
+        is_done = not always
+    finally:
+        if not is_done:
+            with torch.no_grad():
+                for tensor, values in before:
+                    tensor.copy_(values)

@@ -15,12 +15,19 @@ Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 def samples_of(example: Example) -> int:
     """The example's batch size: the length of its first tensor."""
-    for value in _values(example):
+    if isinstance(example, Mapping):
+        values = [value for key, value in example.items() if key != LABELS]
+    else:
+        values = list(example) if isinstance(example, tuple) else [example]
+    for value in values:
         if isinstance(value, Tensor) and value.ndim and len(value):
             return len(value)
+    given = (
+        f"a tensor of shape {tuple(example.shape)}" if isinstance(example, Tensor) else f"a {type(example).__name__}"
+    )
     raise ValueError(
         f"the example must hold at least one sample: a tensor whose first dimension is the batch, a tuple of "
-        f"positional arguments or a dict of keyword arguments, not {_describe(example)}."
+        f"positional arguments or a dict of keyword arguments, not {given}."
     )
 
 
@@ -44,15 +51,3 @@ def call(model: nn.Module, example: Example) -> Any:
     if isinstance(example, Mapping):
         return model(**{key: value for key, value in example.items() if key != LABELS})
     return model(*example)
-
-
-def _values(example: object) -> list[Any]:
-    if isinstance(example, Mapping):
-        return [value for key, value in example.items() if key != LABELS]
-    return list(example) if isinstance(example, tuple) else [example]
-
-
-def _describe(example: object) -> str:
-    if isinstance(example, Tensor):
-        return f"a tensor of shape {tuple(example.shape)}"
-    return f"a {type(example).__name__}"

@@ -1,6 +1,6 @@
 """Calibration batches: inputs without labels, in any layout that the model can be called with."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -54,7 +54,7 @@ def calibration_list(batches: Iterable[Any]) -> list[Any]:
     with torch.random.fork_rng(devices=[]):  # a loader draws its order from the global generator
         found: list[Any] = []
         samples = 0
-        for batch in _source(batches):
+        for batch in check_batches(batches, "calibration"):
             found.append(batch)
             with suppress(TypeError):  # a layout of the user's own; the batches are counted
                 samples += batch_size_of(batch)
@@ -63,7 +63,3 @@ def calibration_list(batches: Iterable[Any]) -> list[Any]:
     if not found:
         raise ValueError("there are no calibration batches: the iterable is empty.")
     return found
-
-
-def _source(batches: Iterable[Any]) -> Iterator[Any]:
-    return iter(check_batches(batches, "calibration"))

@@ -37,8 +37,7 @@ def conditional_mean(moment: Tensor, right: Tensor, kept: Tensor, mean: Tensor, 
     Returns:
         The weights ``(rows, inputs)`` in float64.
     """
-    moment, right, mean = moment.double(), right.double(), mean.double()
-    damping = damping.double()
+    moment, right, mean, damping = (values.double() for values in (moment, right, mean, damping))
     target = right + damping * mean
     result = torch.zeros_like(target)
     if damping.ndim < 2 or damping.shape[0] == 1:
@@ -96,13 +95,8 @@ def conjugate_gradients(
     squared error was within 1e-9 of the least one. At Σ |K|³ = 1e10 the time was that of the factorisations, and at
     5e10 a half to a third of it.
 
-    Args:
-        moment: A, ``(inputs, inputs)``.
-        target: t for each row, ``(rows, inputs)``.
-        kept: K for each row, boolean.
-        start: Where the search begins, such as the weights before pruning.
-        damping: Λ, positive, broadcastable to ``(rows, inputs)``.
-        steps: At most so many steps.
+    The arguments are those of :func:`conditional_mean`, with the whole right-hand side t as ``target``. The search
+    begins at ``start``, such as the weights before pruning.
     """
 
     def product(values: Tensor) -> Tensor:
@@ -130,14 +124,9 @@ def conjugate_gradients(
 
 
 def removal_damage(moment: Tensor, damping: Tensor) -> Tensor:
-    """½ / (P⁻¹)_ii for each input: θ_i² times this is the loss of removing weight i alone and repairing the others.
-
-    Args:
-        moment: A, ``(inputs, inputs)``.
-        damping: Λ of each input.
-    """
+    """½ / (P⁻¹)_ii for each input: θ_i² times this is the loss of removing weight i alone and repairing the others."""
     system = moment.double() + damping.double().expand(len(moment)).diag()
-    return 0.5 / _inverse(system).diagonal()
+    return 0.5 / torch.cholesky_inverse(_factor(system)).diagonal()
 
 
 def _solve(system: Tensor, side: Tensor) -> Tensor:
@@ -145,13 +134,8 @@ def _solve(system: Tensor, side: Tensor) -> Tensor:
     return solved
 
 
-def _inverse(system: Tensor) -> Tensor:
-    inverse: Tensor = torch.cholesky_inverse(_factor(system))
-    return inverse
-
-
 def _factor(system: Tensor) -> Tensor:
-    """The Cholesky factor; with ever more on the diagonal where rounding has made the moments indefinite."""
+    """The Cholesky factor. Where rounding has made the moments indefinite, the diagonal is raised until it exists."""
     scale = system.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
     extra = 1e-12
     while True:

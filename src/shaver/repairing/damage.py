@@ -17,7 +17,7 @@ from shaver.repairing.moments import Moments, sequential_moments
 from shaver.repairing.sites import Site, make_plan, parameters_of
 from shaver.repairing.views import weight_of
 
-#: Damping as a share of the mean variance of the inputs.
+#: Damping as a share of the mean squared input (of its variance, for scores), where no posterior gives δ.
 DAMPING = 0.01
 
 
@@ -45,7 +45,20 @@ def output_damage(model: nn.Module, batches: Iterable[Any], *, forward: Forward 
     """
     scores: dict[str, Tensor] = {}
     for site, moments in dense_moments(model, batches, forward):
-        _add(scores, model, site, moments)
+        weight = site.weight(model).double()
+        damage = torch.empty_like(weight)
+        for group, second in enumerate(moments.second):
+            sums = second[:-1, -1]
+            covariance = (second[:-1, :-1] - torch.outer(sums, sums) / moments.rows) / moments.rows
+            squares = covariance.diagonal().mean().clamp_min(1e-30)
+            damage[group] = 2 * removal_damage(covariance, DAMPING * squares)
+        share = weight.square() * damage * moments.rows / moments.variance.sum().clamp_min(1e-30)
+        parameter = parameters_of(model)[site.parameter]
+        if site.rows is None:
+            scores[site.parameter] = weight_of(site.owner(model), share, parameter.shape).to(parameter.dtype)
+        else:
+            whole = scores.setdefault(site.parameter, torch.zeros_like(parameter).detach())
+            whole[site.rows] = share[0].to(parameter.dtype)
     return Scores(scores, degree=2)
 
 
@@ -59,26 +72,9 @@ def dense_moments(
     def run(network: nn.Module, batch: Any) -> Any:
         return call(network, batch, forward)
 
-    with evaluating(present), evaluating(twin), torch.random.fork_rng(devices=[]):
+    with evaluating(present, twin), torch.random.fork_rng(devices=[]):
         plan = make_plan(twin, lambda: run(twin, data[0]), [])
         with closing(sequential_moments(plan, present, twin, data, run)) as stops:
             for site, moments in stops:
                 if isinstance(site, Site) and isinstance(moments, Moments):
                     yield site, moments
-
-
-def _add(scores: dict[str, Tensor], model: nn.Module, site: Site, moments: Moments) -> None:
-    weight = site.weight(model).double()
-    damage = torch.empty_like(weight)
-    for group, second in enumerate(moments.second):
-        sums = second[:-1, -1]
-        covariance = (second[:-1, :-1] - torch.outer(sums, sums) / moments.rows) / moments.rows
-        squares = covariance.diagonal().mean().clamp_min(1e-30)
-        damage[group] = 2 * removal_damage(covariance, DAMPING * squares)
-    share = weight.square() * damage * moments.rows / moments.variance.sum().clamp_min(1e-30)
-    parameter = parameters_of(model)[site.parameter]
-    if site.rows is None:
-        scores[site.parameter] = weight_of(site.owner(model), share, parameter.shape).to(parameter.dtype)
-    else:
-        whole = scores.setdefault(site.parameter, torch.zeros_like(parameter).detach())
-        whole[site.rows] = share[0].to(parameter.dtype)

@@ -44,12 +44,8 @@ def fit_by_factors(
 ) -> dict[str, tuple[float, float]]:
     """Give each pruned weight with Kronecker factors its conditional mean.
 
-    Args:
-        model: The pruned network, changed in place.
-        reference: The network before pruning, at whose weights the posterior was estimated.
-        kept: Which weights are kept, by parameter name.
-        posterior: Has the factors and δ.
-        share: Λ as a share of the mean squared input, in place of δ/G.
+    The posterior was estimated at the weights of the ``reference``, the network before pruning. ``share`` gives Λ as a
+    share of the mean squared input, in place of δ/G.
 
     Returns:
         By parameter name: the squared error of the layer's outputs before and after, as a share of their square.
@@ -72,11 +68,14 @@ def fit_by_factors(
                 damping = (share * squares.mean()).expand(1, len(squares))
             damping = damping + 1e-12 * squares.mean() + 1e-30
             solved[group] = conditional_mean(moment, mean[group] @ moment, masks[group], mean[group], damping)
-            removed = mean[group] * ~masks[group]
-            before, after, total = (
-                sum_ + float((part @ moment * part).sum())
-                for sum_, part in ((before, removed), (after, solved[group] - mean[group]), (total, mean[group]))
-            )
+            before += _energy(mean[group] * ~masks[group], moment)
+            after += _energy(solved[group] - mean[group], moment)
+            total += _energy(mean[group], moment)
         own[name].copy_(block.from_matrix(solved).to(own[name]))
         errors[name] = (before / (total or 1.0), after / (total or 1.0))
     return errors
+
+
+def _energy(weight: Tensor, moment: Tensor) -> float:
+    """Σ (W x)² over the inputs x with this second moment."""
+    return float((weight @ moment * weight).sum())

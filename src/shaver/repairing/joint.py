@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shaver.batches import Forward
 from shaver.curvature.blocks import at_least_float32
-from shaver.measure.evaluating import evaluating
+from shaver.measure.evaluating import evaluating, restored
 from shaver.naming import check_count
 from shaver.repairing.calibration import calibration_list, call
 from shaver.repairing.sites import parameters_of
@@ -78,7 +78,7 @@ def joint_fit(
     """
     check_count("passes", passes, 0)
     data = calibration_list(batches)
-    with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]):
+    with evaluating(model, reference), torch.random.fork_rng(devices=[]):
         error = OutputError(reference, data, forward)
         if error.is_empty:
             raise ValueError("the network returns no floating-point tensor to compare with the dense network's.")
@@ -141,11 +141,6 @@ class OutputError:
     """The squared error of a network's outputs against the dense network's, as a share of their variance.
 
     Use it within :func:`shaver.measure.evaluating.evaluating` of both networks.
-
-    Args:
-        reference: The dense network.
-        data: The batches.
-        forward: ``forward(model, batch)`` for batches of another layout.
     """
 
     def __init__(self, reference: nn.Module, data: Sequence[Any], forward: Forward | None) -> None:
@@ -240,19 +235,14 @@ def _trainable(
     found = [p for layer in layers for p, _ in layer]
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in found):
         raise ValueError("passes need gradients of at least single precision: call model.float() first.")
-    before = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in found]
-
+    before = [(p, p.grad, p.requires_grad) for p in found]
     try:
-        for parameter, _, _, _ in before:
+        for parameter in found:
             parameter.grad = None
             parameter.requires_grad_(True)
-        yield layers
-    except BaseException:
-        with torch.no_grad():
-            for parameter, values, _, _ in before:
-                parameter.copy_(values)
-        raise
+        with restored(found):
+            yield layers
     finally:
-        for parameter, _, gradient, required in before:
+        for parameter, gradient, required in before:
             parameter.requires_grad_(required)
             parameter.grad = gradient

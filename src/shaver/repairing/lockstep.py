@@ -8,7 +8,7 @@ kept.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,20 @@ class Lane(threading.Thread):
             raise self._error
         return self._found
 
+    def advance_to(self, stop: object, name: str) -> Any:
+        """Run to this stop, the next one, and return what it gives.
+
+        Raises:
+            ValueError: The next stop is another.
+        """
+        found = self.advance()
+        if found is None or found[0] != stop:
+            raise ValueError(
+                f"the layers ran in another order than for the first batch (expected {name!r}): every batch, and the "
+                "reference, must run the same layers in the same order."
+            )
+        return found[1]
+
     def stop(self, at: object, value: Any) -> None:
         """Called in the lane: hand over a value and wait."""
         self._found = (at, value)
@@ -105,17 +119,9 @@ def visiting(model: nn.Module, paths: Sequence[str], visit: Visit, *, before: bo
         finally:
             lane.is_busy = False
 
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for path in paths:
-            module = model.get_submodule(path)
-            hook = partial(guarded, path)
-            handles.append(
-                module.register_forward_pre_hook(hook, with_kwargs=True)
-                if before
-                else module.register_forward_hook(hook, with_kwargs=True)
-            )
+            module: Any = model.get_submodule(path)
+            register = module.register_forward_pre_hook if before else module.register_forward_hook
+            hooks.enter_context(register(partial(guarded, path), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shaver.curvature.blocks import at_least_float32
 from shaver.repairing.lockstep import Lane, lanes, visiting
-from shaver.repairing.sites import RepairPlan, Site, bias_of, parts_of, site_input, site_output
+from shaver.repairing.sites import RepairPlan, Site, bias_of, site_input, site_output
 from shaver.repairing.views import input_rows, output_rows
 
 #: Rows of inputs per layer beyond which a convolution's positions are thinned out.
@@ -59,19 +60,6 @@ class Statistics:
     variance: Tensor
 
 
-@dataclass
-class _Sums:
-    """Sums of one stop over batches and calls."""
-
-    tensors: list[Tensor] = field(default_factory=list)
-    rows: int = 0
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def add(self, tensors: Sequence[Tensor], rows: int) -> None:
-        self.tensors = [a + b for a, b in zip(self.tensors, tensors, strict=True)] if self.tensors else list(tensors)
-        self.rows += rows
-
-
 def sequential_moments(
     plan: RepairPlan,
     model: nn.Module,
@@ -91,7 +79,7 @@ def sequential_moments(
     number: dict[Lane, int] = {}  # which batch a lane is
 
     def place(lane: Lane, site: Site) -> tuple[int, int]:
-        """Every how many-th position, and a first one that changes with the batch."""
+        """The step between positions, and a first position that changes with the batch."""
         step = thin.get(site, 1)
         return step, (number[lane] * 7919) % step
 
@@ -99,26 +87,23 @@ def sequential_moments(
         if isinstance(module, _BatchNorm):
             lane.stop(path, args[0])
             return
-        for part in parts_of(module):
-            site = plan.by_user.get((path, part))
-            if site is not None:
-                x = site_input(module, part, args, kwargs)
-                lane.stop(site, input_rows(module, x, *place(lane, site)))
+        for part, site in plan.sites_at(path):
+            x = site_input(module, part, args, kwargs)
+            lane.stop(site, input_rows(module, x, *place(lane, site)))
 
     def outputs(lane: Lane, path: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
-        for part in parts_of(module):
-            site = plan.by_user.get((path, part))
-            if site is not None:
-                y = output_rows(module, site_output(module, part, args, kwargs, out), *place(lane, site))
-                bias = bias_of(module, part)
-                if bias is not None and site.bias(reference) is None:  # each user has its own, which stays
-                    y = y - bias.reshape(len(y), 1, -1)
-                lane.stop(site, y)
+        for part, site in plan.sites_at(path):
+            y = output_rows(module, site_output(module, part, args, kwargs, out), *place(lane, site))
+            bias = bias_of(module, part)
+            if bias is not None and site.bias(reference) is None:  # each user has its own, which stays
+                y = y - bias.reshape(len(y), 1, -1)
+            lane.stop(site, y)
 
     paths = [path for path in plan.paths if path not in plan.norms]
     own = [lambda batch=batch: call(model, batch) for batch in batches]
     dense = [lambda batch=batch: call(reference, batch) for batch in batches]
-    sums: dict[Site | str, _Sums] = {}
+    sums: dict[Site | str, list[Any]] = {}
+    pairs: dict[Site, list[tuple[Tensor, Tensor]]] = {}
     with (
         visiting(model, plan.paths, inputs, before=True),
         visiting(reference, paths, outputs, before=False),
@@ -127,79 +112,55 @@ def sequential_moments(
     ):
         number |= {lane: n for group in (present, twins) for n, lane in enumerate(group)}
         for position, stop in enumerate(plan.stops):
-            total = sums.setdefault(stop, _Sums())
             for n, (lane, twin) in enumerate(zip(present, twins, strict=True)):
                 if isinstance(stop, str):
-                    total.add(*_norm_sums(_at(stop, lane)))
+                    found = _norm_sums(lane.advance_to(stop, stop))
                 else:
-                    y = _at(stop, twin)
-                    x = _at(stop, lane)
-                    total.add(*_site_sums(stop, n, x, y))
+                    y = at_least_float32(twin.advance_to(stop, stop.name))
+                    x = at_least_float32(lane.advance_to(stop, stop.name))  # half-precision sums lose too much
+                    found = _site_sums(stop, n, x, y)
                     if stop.rectified and x.numel() * len(batches) <= ENTRIES:
-                        total.pairs.append((_wide(x), _wide(y)))
+                        pairs.setdefault(stop, []).append((x, y))
+                sums[stop] = [a + b for a, b in zip(sums[stop], found, strict=True)] if stop in sums else found
             if stop in plan.stops[position + 1 :]:
                 continue
             if isinstance(stop, str):
-                yield stop, _statistics(sums.pop(stop))
+                yield stop, _statistics(*sums.pop(stop))
             else:
-                done = sums.pop(stop)
-                second, cross, energy = done.tensors
-                yield stop, Moments(second, cross, energy, done.rows, done.pairs)
+                second, cross, energy, rows = sums.pop(stop)
+                yield stop, Moments(second, cross, energy, rows, pairs.pop(stop, []))
 
 
-def _at(stop: Site | str, lane: Lane) -> Tensor:
-    found = lane.advance()
-    name = stop if isinstance(stop, str) else stop.name
-    if found is None or found[0] != stop:
-        raise ValueError(
-            f"the layers ran in another order than for the first batch (expected {name!r}): every batch, and the "
-            "reference, must run the same layers in the same order."
-        )
-    value: Tensor = found[1]
-    return value
-
-
-def _site_sums(site: Site, batch: int, x: Tensor, y: Tensor) -> tuple[list[Tensor], int]:
+def _site_sums(site: Site, batch: int, x: Tensor, y: Tensor) -> list[Any]:
+    """The fields of the moments of one batch, from ``second`` to ``rows``."""
     if y.shape[:2] != x.shape[:2]:
         raise ValueError(
             f"{site.name!r} has {x.shape[1]} rows of inputs, and {y.shape[1]} rows of outputs in the reference: "
             "they are different networks."
         )
-    x, y = _wide(x), _wide(y)
-    second = _bordered((x.mT @ x).double(), x.double().sum(1))
+    groups, rows, size = x.shape
+    second = x.new_zeros(groups, size + 1, size + 1, dtype=torch.float64)
+    second[:, :-1, :-1] = x.mT @ x
+    second[:, -1, :-1] = second[:, :-1, -1] = x.double().sum(1)
+    second[:, -1, -1] = rows
     cross = torch.cat([(y.mT @ x).double(), y.double().sum(1).unsqueeze(2)], -1)
-    second[:, -1, -1] = x.shape[1]
     if not bool(second.isfinite().all() & cross.isfinite().all()):
         raise ValueError(
             f"the inputs or outputs of {site.name!r} hold NaN or infinity in calibration batch {batch}: "
             "the data or the network are broken."
         )
-    return [second, cross, y.double().square().sum(1)], x.shape[1]
+    return [second, cross, y.double().square().sum(1), rows]
 
 
-def _bordered(square: Tensor, sums: Tensor) -> Tensor:
-    """The second moments with a last row and column for the constant 1; its own entry is left at zero."""
-    groups, size, _ = square.shape
-    whole = square.new_zeros(groups, size + 1, size + 1)
-    whole[:, :-1, :-1] = square
-    whole[:, -1, :-1] = whole[:, :-1, -1] = sums
-    return whole
-
-
-def _norm_sums(x: Tensor) -> tuple[list[Tensor], int]:
+def _norm_sums(x: Tensor) -> list[Any]:
     flat = x.transpose(0, 1).flatten(1).double()
-    return [flat.sum(1), flat.square().sum(1)], flat.shape[1]
+    return [flat.sum(1), flat.square().sum(1), flat.shape[1]]
 
 
-def _statistics(sums: _Sums) -> Statistics:
-    mean = sums.tensors[0] / sums.rows
-    variance = (sums.tensors[1] / sums.rows - mean.square()).clamp_min(0)
-    return Statistics(mean, variance * sums.rows / max(sums.rows - 1, 1))
-
-
-def _wide(rows: Tensor) -> Tensor:
-    """At least float32: sums of half-precision products lose too much."""
-    return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+def _statistics(total: Tensor, squares: Tensor, rows: int) -> Statistics:
+    mean = total / rows
+    variance = (squares / rows - mean.square()).clamp_min(0)
+    return Statistics(mean, variance * rows / max(rows - 1, 1))
 
 
 def _thinning(site: Site, batches: int) -> int:

@@ -1,7 +1,6 @@
 """Norm statistics: running mean and variance of BatchNorm, measured again on unlabelled batches."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shaver.batches import Forward, check_batches, check_values
-from shaver.measure.evaluating import evaluating
+from shaver.measure.evaluating import evaluating, restored
 from shaver.naming import check_functions
 from shaver.repairing.calibration import call
 from shaver.repairing.sites import norms_of
@@ -45,7 +44,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | 
     if not norms:
         return ()
     empty = True
-    with evaluating(model), torch.random.fork_rng(devices=[]), restored(norms.values()):
+    with evaluating(model), torch.random.fork_rng(devices=[]), restored(norm_buffers(model)):
         momenta = {path: norm.momentum for path, norm in norms.items()}
         try:
             for norm in norms.values():
@@ -82,15 +81,6 @@ def set_statistics(path: str, norm: _BatchNorm, mean: Tensor | None, variance: T
     norm.running_var.copy_(variance)
 
 
-@contextmanager
-def restored(norms: Iterable[_BatchNorm]) -> Iterator[None]:
-    """Put buffers back if the block does not end well."""
-    kept = [(norm, {name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)}) for norm in norms]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for norm, buffers in kept:
-                for name, buffer in norm.named_buffers(recurse=False):
-                    buffer.copy_(buffers[name])
-        raise
+def norm_buffers(model: nn.Module) -> list[Tensor]:
+    """The running statistics of every BatchNorm."""
+    return [buffer for norm in norms_of(model).values() for buffer in norm.buffers(recurse=False)]

@@ -1,7 +1,7 @@
 """``repair``: give what is left of a pruned network the weights that match the dense network's outputs best."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,19 +11,17 @@ from torch import Tensor, nn
 from shaver.batches import Forward, check_network
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.registry import check_posterior
-from shaver.measure.evaluating import evaluating
+from shaver.measure.evaluating import evaluating, restored
 from shaver.naming import check_functions, check_number, shown
 from shaver.repairing.calibration import calibration_list, call
 from shaver.repairing.conditional import conditional_mean, prior_damping
+from shaver.repairing.damage import DAMPING
 from shaver.repairing.factors import factor_blocks, fit_by_factors, tempered_curvature
 from shaver.repairing.joint import check_passes, joint_fit
 from shaver.repairing.moments import Moments, Statistics, sequential_moments
-from shaver.repairing.norms import restored, set_statistics
+from shaver.repairing.norms import norm_buffers, set_statistics
 from shaver.repairing.rectified import rectified_error, rectified_fit, rectified_variance
 from shaver.repairing.sites import Site, find_sites, make_plan, norms_of, parameters_of
-
-#: Damping as a share of the mean squared input, where no posterior gives δ.
-DAMPING = 0.01
 
 
 @dataclass(frozen=True)
@@ -140,18 +138,21 @@ def repair(
     weights = [name for name in removed if kept[name].ndim > 1]
     if batches is None:
         return _without_data(model, reference, kept, weights, posterior, damping)
-    with evaluating(model), evaluating(reference), torch.random.fork_rng(devices=[]), _atomic(model):
+    changing = [*model.parameters(), *norm_buffers(model)]
+    with evaluating(model, reference), torch.random.fork_rng(devices=[]), restored(changing):
         plan = make_plan(reference, lambda: call(reference, data[0], forward), weights)
-        prior = posterior if damping is None else None  # what the user says wins
+        prior = posterior if damping is None else None  # the user's damping comes first
         fitting = _Fitting(model, reference, kept, prior, DAMPING if damping is None else damping)
         total = len(set(plan.stops)) + passes
+        norms: list[str] = []
         stops = sequential_moments(plan, model, reference, data, lambda network, batch: call(network, batch, forward))
         with closing(stops):
             for done, (stop, measured) in enumerate(stops, 1):
                 if isinstance(stop, Site) and isinstance(measured, Moments):
                     fitting.fit(stop, measured)
                 elif isinstance(stop, str) and isinstance(measured, Statistics) and fitting.is_changed:
-                    fitting.renormalise(stop, measured)
+                    set_statistics(stop, norms_of(model)[stop], measured.mean, measured.variance)
+                    norms.append(stop)
                 if progress is not None:
                     progress(done, total)
         joint = None
@@ -164,7 +165,7 @@ def repair(
             joint = joint_fit(
                 model, data, reference=reference, passes=passes, masks=kept, forward=forward, progress=report
             )
-    return Repaired(tuple(fitting.layers), tuple(fitting.norms), plan.unrepaired, joint)
+    return Repaired(tuple(fitting.layers), tuple(norms), plan.unrepaired, joint)
 
 
 def _without_data(
@@ -180,7 +181,7 @@ def _without_data(
         raise ValueError(
             'repair needs batches of inputs, or a posterior with Kronecker factors (structure="kron") in their place.'
         )
-    with _atomic(model):
+    with restored([*model.parameters(), *norm_buffers(model)]):
         errors = fit_by_factors(model, reference, kept, posterior, damping)
     layers = [RepairedLayer(name, float(kept[name].double().mean()), *pair) for name, pair in errors.items()]
     left = {name: "the posterior has no Kronecker factors of it" for name in removed if name not in errors}
@@ -201,7 +202,6 @@ class _Fitting:
         self.model, self.reference, self.kept = model, reference, kept
         self.damping = damping
         self.layers: list[RepairedLayer] = []
-        self.norms: list[str] = []
         self.is_changed = False
         self._delta = dict(posterior.delta()) if posterior is not None else {}
         self._curvature = tempered_curvature(posterior) if posterior is not None else {}
@@ -263,11 +263,6 @@ class _Fitting:
         h = site.matrix(self.model, curvature)[group].double()
         return prior_damping(delta, h, squares)
 
-    def renormalise(self, path: str, statistics: Statistics) -> None:
-        """Give a BatchNorm the statistics of its present inputs."""
-        set_statistics(path, norms_of(self.model)[path], statistics.mean, statistics.variance)
-        self.norms.append(path)
-
 
 def _kept(model: nn.Module, reference: nn.Module, masks: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Masks by parameter name, checked against both networks."""
@@ -296,17 +291,3 @@ def _kept(model: nn.Module, reference: nn.Module, masks: Mapping[str, Tensor] | 
         values, held = own[name].detach(), buffers.get(f"{name}_mask")
         kept[name] = values != 0 if held is None else (values != 0) & (held != 0)
     return kept
-
-
-@contextmanager
-def _atomic(model: nn.Module) -> Iterator[None]:
-    """Put every parameter that a repair may touch back if it does not end well."""
-    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    with restored(norms_of(model).values()):
-        try:
-            yield
-        except BaseException:
-            with torch.no_grad():
-                for parameter, values in kept:
-                    parameter.copy_(values)
-            raise

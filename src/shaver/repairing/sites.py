@@ -112,6 +112,10 @@ class RepairPlan:
         """The modules that the plan stops at."""
         return [*dict.fromkeys(path for path, _ in self.by_user), *self.norms]
 
+    def sites_at(self, path: str) -> list[tuple[str, Site]]:
+        """The sites of a module, each with the part of the module it is."""
+        return [(part, self.by_user[path, part]) for part in ("", *_INPUTS, _OUTPUT) if (path, part) in self.by_user]
+
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by name; one that torch's own pruning has renamed has its original name."""
@@ -122,6 +126,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 def find_sites(model: nn.Module) -> list[Site]:
     """All weights that have a view as a matrix, tied ones once with all their users."""
     found: dict[tuple[int, str], Site] = {}
+    known = parameters_of(model)
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
 
     def add(path: str, part: str, own: str, parameter: Tensor, rows: slice | None = None) -> None:
@@ -134,27 +139,23 @@ def find_sites(model: nn.Module) -> list[Site]:
 
     for path, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            if module.in_proj_weight is not None:
-                for part in _INPUTS:
+            for part in _INPUTS:
+                if module.in_proj_weight is not None:
                     add(path, part, "in_proj_weight", module.in_proj_weight, _rows(module, part))
-            else:
-                for part in _INPUTS:
+                else:
                     add(path, part, f"{part[0]}_proj_weight", getattr(module, f"{part[0]}_proj_weight"))
             add(path, _OUTPUT, "out_proj.weight", module.out_proj.weight)
         elif has_view(module) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             weight = getattr(module, "weight_orig", module.weight)
-            if isinstance(weight, nn.Parameter) and f"{path}.weight".lstrip(".") in parameters_of(model):
+            if isinstance(weight, nn.Parameter) and f"{path}.weight".lstrip(".") in known:
                 add(path, "", "weight", weight)
     return list(found.values())
 
 
 def make_plan(model: nn.Module, run: Callable[[], object], wanted: Iterable[str]) -> RepairPlan:
-    """Run the network once and note which sites and norms it uses, in which order.
+    """Call ``run``, the network in eval mode on one batch, and note which sites and norms it uses, in which order.
 
-    Args:
-        model: The network, in eval mode.
-        run: Calls it on one batch.
-        wanted: Parameter names that must be repaired or named in ``unrepaired``.
+    Parameters in ``wanted`` that have no site are named in ``unrepaired``.
     """
     sites = find_sites(model)
     plan = RepairPlan({user: site for site in sites for user in site.users}, norms=tuple(norms_of(model)))
@@ -167,15 +168,13 @@ def make_plan(model: nn.Module, run: Callable[[], object], wanted: Iterable[str]
                 maker.norm = path
             plan.stops.append(path)
             return
-        for part in parts_of(module):
-            site = plan.by_user.get((path, part))
-            if site is not None:
-                first = site_output(module, part, args, kwargs, out)
-                made.add(first, site)
-                site.size += first.numel() // (site.weight(model).shape[:2].numel() or 1)
-                if isinstance(module, CONVOLUTIONS + TRANSPOSED):
-                    site.spans = tuple(first.shape[-len(module.stride) :])
-                plan.stops.append(site)
+        for part, site in plan.sites_at(path):
+            first = site_output(module, part, args, kwargs, out)
+            made.add(first, site)
+            site.size += first.numel() // (site.weight(model).shape[:2].numel() or 1)
+            if isinstance(module, CONVOLUTIONS + TRANSPOSED):
+                site.spans = tuple(first.shape[-len(module.stride) :])
+            plan.stops.append(site)
 
     def watched() -> None:
         with made:  # modes of torch hold for one thread
@@ -206,7 +205,7 @@ class _Outputs(TorchFunctionMode):
         self.uses: dict[Site, set[str]] = {}
 
     def add(self, output: Tensor, site: Site) -> None:
-        """Outputs of a site, all of which must be used in the same way."""
+        """Record a site's output."""
         self._made[id(output)] = (weakref.ref(output), site)
 
     def site_of(self, tensor: object) -> Site | None:
@@ -215,7 +214,7 @@ class _Outputs(TorchFunctionMode):
         return site if ref is not None and ref() is tensor else None
 
     def note(self, values: Iterable[Any], use: str) -> None:
-        """These values, sites' outputs or not, are used."""
+        """Record the use of those values that are outputs of sites."""
         for value in values:
             site = self.site_of(value)
             if site is not None:
@@ -238,22 +237,14 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def parts_of(module: nn.Module) -> tuple[str, ...]:
-    """The parts of a module that can each be a site."""
-    return (*_INPUTS, _OUTPUT) if isinstance(module, nn.MultiheadAttention) else ("",)
-
-
-def inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a module's weights multiply: one, or query, key and value of attention."""
-    if isinstance(module, nn.MultiheadAttention):
-        return [kwargs.get(key, args[i] if i < len(args) else None) for i, key in enumerate(_INPUTS)]  # type: ignore[misc]
-    return [args[0] if args else next(iter(kwargs.values()))]
-
-
 def site_input(module: nn.Module, part: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """What the weight of this part multiplies in this call."""
-    if part != _OUTPUT:
-        return inputs_of(module, args, kwargs)[_INPUTS.index(part) if part else 0]
+    if not part:
+        first: Tensor = args[0] if args else next(iter(kwargs.values()))
+        return first
+    if part in _INPUTS:
+        given: Tensor = kwargs[part] if part in kwargs else args[_INPUTS.index(part)]
+        return given
     assert isinstance(module, nn.MultiheadAttention)
     # With the identity for its output matrix, attention returns what that matrix would have multiplied.
     plain = {"out_proj.weight": torch.eye(module.embed_dim).to(module.out_proj.weight)}

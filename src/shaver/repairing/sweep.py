@@ -56,22 +56,32 @@ def sweep(
         ValueError: Not exactly one of ``sparsity`` and ``pattern`` is given, shapes do not fit, or the moment
             is not finite or has a negative eigenvalue.
     """
-    choice = _Selection(weight, sparsity, pattern)
-    if moment.ndim == 2 and len(moment) == moment.shape[1] != weight.shape[1]:
-        raise ValueError(f"the weight has {weight.shape[1]} inputs, and the moment has {len(moment)}.")
-    upper = inverse_factor(moment, damping, _wide(weight, moment))
+    _check_choice(sparsity, pattern)
+    rows, inputs = weight.shape
+    if moment.ndim == 2 and len(moment) == moment.shape[1] != inputs:
+        raise ValueError(f"the weight has {inputs} inputs, and the moment has {len(moment)}.")
+    is_double = weight.dtype == moment.dtype == torch.float64
+    upper = inverse_factor(moment, damping, torch.float64 if is_double else torch.float32)
     result = weight.to(upper.dtype, copy=True)
     kept = torch.ones_like(weight, dtype=torch.bool)
     width = block if pattern is None else max(pattern[1], block - block % pattern[1])
-    for start in range(0, weight.shape[1], width):
-        stop = min(start + width, weight.shape[1])
-        part, errors = result[:, start:stop], result.new_empty(len(result), stop - start)
+    span = width if pattern is None else pattern[1]  # columns that are chosen at once
+    removed_so_far = 0
+    for start in range(0, inputs, width):
+        stop = min(start + width, inputs)
+        part, errors = result[:, start:stop], result.new_empty(rows, stop - start)
         factor = upper[start:stop, start:stop]
         for column in range(stop - start):
             place = start + column
-            if choice.is_due(place, start):
-                columns = slice(place, min(place + choice.span(width), weight.shape[1]))
-                kept[:, columns] = choice.kept(result[:, columns] / upper.diagonal()[columns], columns.stop)
+            if column % span == 0:
+                chosen = slice(place, min(place + span, inputs))
+                costs = (result[:, chosen] / upper.diagonal()[chosen]).square()
+                if pattern is not None:
+                    kept[:, chosen] = best_of_each(costs, *pattern)
+                elif sparsity is not None:
+                    count = round(sparsity * rows * chosen.stop) - removed_so_far
+                    removed_so_far += count
+                    kept[:, chosen] = _all_but_lowest(costs, count)
             removed = ~kept[:, place]
             error = part[:, column] * removed / factor[column, column]
             part[:, column:].addr_(error, factor[column, column:], alpha=-1)
@@ -81,38 +91,19 @@ def sweep(
     return result.to(weight.dtype), kept
 
 
-class _Selection:
-    """Which weights a sweep keeps, decided when it comes to their columns."""
+def _check_choice(sparsity: float | None, pattern: tuple[int, int] | None) -> None:
+    if (sparsity is None) == (pattern is None):
+        raise ValueError(f"give one of sparsity and pattern, not {'none' if sparsity is None else 'both'} of them.")
+    if sparsity is not None and not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity is a share from 0 to 1, not {sparsity!r}.")
+    if pattern is not None and not 0 < pattern[0] <= pattern[1]:
+        raise ValueError(f"pattern is (n, m) with 0 < n <= m, such as (2, 4), not {pattern!r}.")
 
-    def __init__(self, weight: Tensor, sparsity: float | None, pattern: tuple[int, int] | None) -> None:
-        if (sparsity is None) == (pattern is None):
-            raise ValueError(f"give one of sparsity and pattern, not {'none' if sparsity is None else 'both'} of them.")
-        if sparsity is not None and not 0 <= sparsity <= 1:
-            raise ValueError(f"sparsity is a share from 0 to 1, not {sparsity!r}.")
-        if pattern is not None and not 0 < pattern[0] <= pattern[1]:
-            raise ValueError(f"pattern is (n, m) with 0 < n <= m, such as (2, 4), not {pattern!r}.")
-        self._sparsity, self._pattern = sparsity, pattern
-        self._rows, self._removed = len(weight), 0
 
-    def is_due(self, place: int, start: int) -> bool:
-        """Whether columns from ``place`` on are chosen now; ``start`` is the first column of the block."""
-        return place == start if self._pattern is None else place % self._pattern[1] == 0
-
-    def span(self, width: int) -> int:
-        """How many columns are chosen at once."""
-        return width if self._pattern is None else self._pattern[1]
-
-    def kept(self, scaled: Tensor, stop: int) -> Tensor:
-        """What is kept of the columns before ``stop``, from θ_j / U_jj."""
-        costs = scaled.square()
-        if self._pattern is not None:
-            return best_of_each(costs, *self._pattern)
-        assert self._sparsity is not None
-        count = round(self._sparsity * self._rows * stop) - self._removed
-        self._removed += count
-        kept = torch.ones(costs.numel(), dtype=torch.bool, device=costs.device)
-        kept[costs.flatten().argsort(stable=True)[:count]] = False
-        return kept.reshape(costs.shape)
+def _all_but_lowest(costs: Tensor, count: int) -> Tensor:
+    kept = torch.ones(costs.numel(), dtype=torch.bool, device=costs.device)
+    kept[costs.flatten().argsort(stable=True)[:count]] = False
+    return kept.reshape(costs.shape)
 
 
 def inverse_factor(moment: Tensor, damping: float | Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -129,9 +120,14 @@ def inverse_factor(moment: Tensor, damping: float | Tensor, dtype: torch.dtype |
         raise ValueError(f"the moment is a square matrix, one row per input, not of shape {tuple(moment.shape)}.")
     if not bool(moment.isfinite().all()):
         raise ValueError("the second moments of the inputs hold NaN or infinity: the data or the network are broken.")
+    mean = float(moment.diagonal().double().mean()) or 1.0  # of the squared inputs; 1 where all are zero
+    ridge = torch.as_tensor(damping, dtype=torch.float64, device=moment.device)
+    if not isinstance(damping, Tensor):
+        ridge = ridge * mean
+    ridge = ridge.clamp_min(size * torch.finfo(moment.dtype).eps * mean)  # what rounding may take from the eigenvalues
     # A + Λ = M Mᵀ with an upper triangular M = U⁻¹: the ordinary factor of the flipped matrix, flipped back.
     system = moment.to(dtype or moment.dtype).flip(0, 1).contiguous()
-    system.diagonal().add_(_ridge(moment, damping).to(system).expand(size).flip(0))
+    system.diagonal().add_(ridge.to(system).expand(size).flip(0))
     extra = 1e-6
     while True:
         factor, info = torch.linalg.cholesky_ex(system)
@@ -141,25 +137,8 @@ def inverse_factor(moment: Tensor, damping: float | Tensor, dtype: torch.dtype |
             raise ValueError(
                 "the second moments of the inputs are not positive semidefinite; sum x xᵀ over the rows of the inputs."
             )
-        system.diagonal().add_(extra * _mean(moment))
+        system.diagonal().add_(extra * mean)
         extra *= 10
     identity = torch.eye(size, dtype=system.dtype, device=system.device)
     inverse: Tensor = torch.linalg.solve_triangular(factor, identity, upper=False)
     return inverse.flip(0, 1)
-
-
-def _ridge(moment: Tensor, damping: float | Tensor) -> Tensor:
-    """Λ, a number or one entry per input; not below what rounding may take from the moments' eigenvalues."""
-    wide = torch.as_tensor(damping, dtype=torch.float64, device=moment.device)
-    least = len(moment) * torch.finfo(moment.dtype).eps * _mean(moment)
-    return (wide if isinstance(damping, Tensor) else wide * _mean(moment)).clamp_min(least)
-
-
-def _mean(moment: Tensor) -> float:
-    """The mean squared input; 1 where all inputs are zero."""
-    return float(moment.diagonal().double().mean()) or 1.0
-
-
-def _wide(weight: Tensor, moment: Tensor) -> torch.dtype:
-    """Float64 where both are, else float32."""
-    return torch.float64 if weight.dtype == moment.dtype == torch.float64 else torch.float32

@@ -2,7 +2,7 @@
 
 Every layer with a view computes ``Y = X Wᵀ + b`` for each of its groups: X has one row per sample (and position), W one
 row per output. A convolution's X holds the patches under its kernel. A transposed convolution is an ordinary one of the
-input with zeros between its entries and the kernel turned round.
+input with zeros between its entries and the kernel flipped.
 """
 
 from typing import Any
@@ -51,13 +51,9 @@ def weight_of(module: nn.Module, matrix: Tensor, shape: torch.Size) -> Tensor:
 
 
 def input_rows(module: nn.Module, x: Tensor, thin: int = 1, offset: int = 0) -> Tensor:
-    """The layer's inputs as ``(groups, rows, inputs)``.
+    """The layer's inputs x as ``(groups, rows, inputs)``.
 
-    Args:
-        module: The layer.
-        x: What its forward was called with.
-        thin: Take every ``thin``-th position of a convolution's outputs along each dimension.
-        offset: The first position taken.
+    Of a convolution's output positions, every ``thin``-th along each dimension is taken, from ``offset`` on.
     """
     if isinstance(module, CONVOLUTIONS):
         return _patches(module, _padded(module, x), module.stride, thin, offset)
