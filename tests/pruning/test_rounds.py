@@ -177,6 +177,18 @@ def test_opd_says_that_it_is_quadratic(dense):
     assert shaver.score(dense, "magnitude").degree == 1
 
 
+def test_the_report_of_a_search_describes_the_chosen_network(dense):
+    """The search ends with rounds that lose too much and are undone."""
+
+    def quality(model):
+        return float(sum(int((p != 0).sum()) for p in model.parameters() if p.ndim > 1) > 200)
+
+    _, report = pruned(dense, valid=quality, max_drop=0.5, calibration=batches())
+    assert 0 < report.achieved < 0.9
+    for layer in report.repaired.layers:
+        assert layer.kept == pytest.approx(float(report.masks[layer.name].double().mean()))
+
+
 @pytest.mark.parametrize("options", [{"sparsity": 0.8}, {"scope": "2:4"}, {"max_drop": 0.1, "valid": lambda m: 0.0}])
 def test_an_error_leaves_the_network_as_it_was(dense, options):
     kept = copy.deepcopy(dense.state_dict())

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -121,10 +120,9 @@ class Masks(Mapping[str, Tensor]):
 
     def to_torch_prune(self, model: nn.Module) -> None:
         """Pass the masks to ``torch.nn.utils.prune``: ``weight`` becomes ``weight_orig`` and ``weight_mask``."""
-        parameters = self.parameters(model)
-        for name in parameters:
+        for name, parameter in self.parameters(model).items():
             owner, _, own = name.rpartition(".")
-            mask = self[name].to(parameters[name].device)
+            mask = self[name].to(parameter.device)
             torch_prune.custom_from_mask(model.get_submodule(owner), own, mask)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -240,7 +238,5 @@ class Hold:
     def __enter__(self) -> "Hold":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()

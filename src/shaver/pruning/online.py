@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,10 +12,13 @@ from shaver.criteria import PosteriorLike, needs, score
 from shaver.criteria.prunable_weights import Rule, with_biases
 from shaver.naming import check_count, check_name, check_number
 from shaver.pruning.masks import Hold, Masks
-from shaver.pruning.pruned import Pruned, check_fit, report
+from shaver.pruning.pruned import Pruned, check_fit
 from shaver.pruning.ranking import Ranking, check_sparsity
 from shaver.repairing import repair
 from shaver.repairing.calibration import calibration_list
+
+if TYPE_CHECKING:
+    from shaver.spam import SpaM
 
 #: From the share of the pruning period that has passed to the share of the final sparsity, both in [0, 1].
 Shape = Callable[[float], float]
@@ -183,21 +186,6 @@ class WeightSelector:
         return Masks(kept)
 
 
-class Learner(Protocol):
-    """Learns a posterior during training; :class:`shaver.SpaM` is one."""
-
-    updates: int
-
-    @property
-    def posterior(self) -> PosteriorLike:
-        """The posterior at the current weights."""
-        ...
-
-    def debias(self) -> None:
-        """Train the weights under the initial precision from now on, not under the learned one."""
-        ...
-
-
 class OnlinePruner:
     """Prunes a network during training along a schedule. What is removed never grows back.
 
@@ -224,7 +212,7 @@ class OnlinePruner:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, schedule: Schedule, learner: Learner | None = None
+        self, model: nn.Module, optimizer: Optimizer | None, schedule: Schedule, learner: "SpaM | None" = None
     ) -> None:
         self.schedule = schedule
         self.kept: Mapping[str, Tensor] | None = None
@@ -261,7 +249,7 @@ class OnlinePruner:
             repair(self._model, self.schedule.calibration, reference=reference, masks=self.masks)
         if self.schedule.debias and self._learner is not None and progress >= self.schedule.end:
             self._learner.debias()
-        return report(requested, self._selector.masks(kept))
+        return Pruned(requested, self._selector.masks(kept))
 
     def after_step(self, progress: float) -> None:
         """Call this after each step, with the share of training that has passed; prunes if it is due."""

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,12 +14,12 @@ from shaver.batches import Forward, Targets, check_network
 from shaver.criteria import PosteriorLike, prunable
 from shaver.criteria.prunable_weights import input_dim
 from shaver.criteria.registry import check_posterior
-from shaver.naming import check_functions
-from shaver.pruning.automatic import DEFAULT_NATS, Worth, weigh
+from shaver.naming import check_functions, check_number
+from shaver.pruning.automatic import DEFAULT_NATS, weigh
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
 from shaver.pruning.rounds import Rounds
-from shaver.pruning.search import Quality, accuracy_on, highest_sparsity
+from shaver.pruning.search import Quality, highest_sparsity, quality_on
 from shaver.repairing import Repaired
 from shaver.repairing.joint import check_passes
 
@@ -51,7 +52,6 @@ class Pruned:
     Attributes:
         requested: The requested sparsity: a share, ``"auto"``, ``"2:4"`` or another N:M, or the tolerated drop.
         masks: Which weights were kept; ``masks.hold(model, optimizer)`` keeps the zeros during fine-tuning.
-        layers: One row per parameter.
         evidence_change: Change of the log evidence by the removal under the diagonal Laplace model, −ΣG in nats;
             ``None`` without a posterior.
         loss_rise: Expected rise of the loss summed over the data, Σ(δθ² + ½hθ²); ``None`` without a posterior.
@@ -62,27 +62,31 @@ class Pruned:
 
     requested: float | str
     masks: Masks
-    layers: tuple[PrunedLayer, ...]
     evidence_change: float | None = None
     loss_rise: float | None = None
     quality_before: float | None = None
     quality_after: float | None = None
     repaired: Repaired | None = None
 
+    @cached_property
+    def layers(self) -> tuple[PrunedLayer, ...]:
+        """One row per parameter."""
+        return tuple(PrunedLayer(n, tuple(m.shape), m.numel(), int(m.sum())) for n, m in self.masks.items())
+
     @property
     def total(self) -> int:
         """Number of prunable weights."""
-        return sum(layer.total for layer in self.layers)
+        return self.masks.total
 
     @property
     def kept(self) -> int:
         """Number of kept weights."""
-        return sum(layer.kept for layer in self.layers)
+        return self.masks.kept
 
     @property
     def achieved(self) -> float:
         """The sparsity reached over the prunable weights."""
-        return 1 - self.kept / self.total
+        return self.masks.sparsity
 
     def __str__(self) -> str:
         width = max(9, *(len(layer.name) for layer in self.layers))
@@ -182,41 +186,53 @@ def prune(
     if scope not in ("global", "layer") and pattern_of(scope) is None:
         raise ValueError(f"unknown scope {scope!r}. Valid: 'global', 'layer', or N:M such as '2:4'.")
     worth = None if posterior is None else weigh(model, posterior, names)
-    limits = Limits(scope, cap, minimum)
+    ranking = partial(Ranking, scope=scope, cap=cap, minimum=minimum)
+    has_limits = (cap, minimum) != (1.0, 0)
     measured: dict[str, float] = {}
     requested: float | str
     rounds = None
     if calibration is not None:
-        rounds = Rounds(model, calibration, limits.ranking, passes=passes, forward=forward, progress=progress)
+        rounds = Rounds(model, calibration, ranking, passes=passes, forward=forward, progress=progress)
     with nullcontext() if rounds is None else rounds:
         if (pattern := pattern_of(scope)) is not None:
-            requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, pattern, limits, max_drop)
+            if has_limits or max_drop is not None:
+                raise ValueError(f"scope {scope!r} fixes the sparsity: leave out cap, minimum and max_drop.")
+            requested, masks = scope, _pattern_masks(model, _given(scores), sparsity, *pattern)
         elif max_drop is not None and valid is not None:
-            quality = valid if callable(valid) else accuracy_on(valid, forward, targets)
-            masks, measured = _masks_within_drop(model, _given(scores), sparsity, limits, quality, max_drop, rounds)
+            if sparsity == "auto":
+                raise ValueError('sparsity="auto" needs no validation data; leave out max_drop, or give a share.')
+            check_number("max_drop, how much quality may be lost,", max_drop, least=0)
+            given, quality = _given(scores), quality_on(valid, forward, targets)
+            limit = 1.0 if sparsity is None else check_sparsity(sparsity)
+            if rounds is None:
+                masks, before, after = highest_sparsity(model, ranking(given), quality, max_drop=max_drop, limit=limit)
+            else:
+                masks, before, after = rounds.highest(given, quality, max_drop=max_drop, limit=limit)
+            measured = {"quality_before": before, "quality_after": after}
             requested = f"a drop of at most {max_drop:g}"
         elif sparsity == "auto":
             if getattr(posterior, "fixed", False):
                 raise ValueError(_NOT_LEARNED)
-            requested, masks = "auto", _automatic_masks(worth, limits, nats, budget)
+            if worth is None:
+                raise ValueError(
+                    'sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).'
+                )
+            if scope != "global":
+                raise ValueError(f'sparsity="auto" judges each weight by itself; leave out scope={scope!r}.')
+            protected = [ranking({n: gain}) for n, gain in worth.gains.items()] if has_limits else []
+            requested, masks = "auto", _automatic_masks(worth.kept(nats, budget), protected)
         elif sparsity is None:
             raise ValueError('say how much to remove: sparsity=0.95, sparsity="auto", scope="2:4" or max_drop=….')
         else:
             requested, given = check_sparsity(sparsity), _given(scores)
-            masks = limits.ranking(given).at(requested) if rounds is None else rounds.prune(given, requested)
+            masks = ranking(given).at(requested) if rounds is None else rounds.prune(given, requested)
         if worth is not None:
             measured |= worth.of_removal(masks)
         if rounds is None:
             masks.apply_(model)
         elif requested in (scope, "auto"):
             rounds.apply(masks)
-    return report(requested, masks, None if rounds is None else rounds.report, **measured)
-
-
-def report(requested: float | str, masks: Masks, repaired: Repaired | None = None, **measured: float) -> Pruned:
-    """The report of masks: one row per parameter, and the measurements."""
-    layers = tuple(PrunedLayer(n, tuple(m.shape), m.numel(), int(m.sum())) for n, m in masks.items())
-    return Pruned(requested, masks, layers, repaired=repaired, **measured)
+    return Pruned(requested, masks, repaired=None if rounds is None else rounds.report, **measured)
 
 
 def _given(scores: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
@@ -244,24 +260,6 @@ def check_fit(model: nn.Module, scores: Mapping[str, Tensor]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of pruning: the scope of the ranking, and how much each layer must keep."""
-
-    scope: str
-    cap: float
-    minimum: int
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether layers must keep some weights."""
-        return (self.cap, self.minimum) != (1.0, 0)
-
-    def ranking(self, scores: Mapping[str, Tensor]) -> Ranking:
-        """The order of removal within these limits."""
-        return Ranking(scores, scope=self.scope, cap=self.cap, minimum=self.minimum)
-
-
 def pattern_of(scope: object) -> tuple[int, int] | None:
     """N and M of a scope such as ``"2:4"``; ``None`` for another scope."""
     found = re.fullmatch(r"(\d+):(\d+)", scope) if isinstance(scope, str) else None
@@ -269,57 +267,24 @@ def pattern_of(scope: object) -> tuple[int, int] | None:
 
 
 def _pattern_masks(
-    model: nn.Module,
-    scores: Mapping[str, Tensor],
-    sparsity: float | str | None,
-    pattern: tuple[int, int],
-    limits: Limits,
-    max_drop: float | None,
+    model: nn.Module, scores: Mapping[str, Tensor], sparsity: float | str | None, kept: int, of: int
 ) -> Masks:
     """Keep N of every M consecutive weights."""
-    kept, of = pattern
     if not 0 < kept < of:
         raise ValueError(f"scope '{kept}:{of}' must keep fewer than {of} weights, and at least one, as '2:4' does.")
     if sparsity is not None and (isinstance(sparsity, str) or abs(check_sparsity(sparsity) - (1 - kept / of)) > 1e-9):
         raise ValueError(
             f"scope '{kept}:{of}' fixes the sparsity at {1 - kept / of:g}; leave out sparsity={sparsity!r}."
         )
-    if limits.per_layer or max_drop is not None:
-        raise ValueError(f"scope '{kept}:{of}' fixes the sparsity: leave out cap, minimum and max_drop.")
     return n_of_m(scores, kept, of, {name: input_dim(model, name) for name in scores})
 
 
-def _masks_within_drop(
-    model: nn.Module,
-    scores: Mapping[str, Tensor],
-    sparsity: float | str | None,
-    limits: Limits,
-    quality: Quality,
-    max_drop: float,
-    rounds: Rounds | None,
-) -> tuple[Masks, dict[str, float]]:
-    """The masks of the highest sparsity within the tolerated drop, and the quality before and after."""
-    if sparsity == "auto":
-        raise ValueError('sparsity="auto" needs no validation data; leave out max_drop, or give a share.')
-    limit = check_sparsity(sparsity) if sparsity is not None else 1.0
-    if rounds is not None:
-        masks, before, after = rounds.highest(scores, quality, max_drop=max_drop, limit=limit)
-    else:
-        masks, before, after = highest_sparsity(model, limits.ranking(scores), quality, max_drop=max_drop, limit=limit)
-    return masks, {"quality_before": before, "quality_after": after}
-
-
-def _automatic_masks(worth: Worth | None, limits: Limits, nats: float, budget: float | None) -> Masks:
+def _automatic_masks(kept: Mapping[str, Tensor], rankings: Iterable[Ranking]) -> Masks:
     """Masks of the weights that bring enough evidence, and of the best of each layer that the limits protect."""
-    if worth is None:
-        raise ValueError('sparsity="auto" weighs the evidence: pass posterior=… (spam.posterior after training).')
-    if limits.scope != "global":
-        raise ValueError(f'sparsity="auto" judges each weight by itself; leave out scope={limits.scope!r}.')
-    masks = worth.kept(nats, budget)
-    if limits.per_layer:
-        for name, gain in worth.gains.items():
-            ranking = limits.ranking({name: gain})
-            masks[name] = masks[name] | ranking.removing(round(ranking.limit * ranking.total))[name]
+    masks = dict(kept)
+    for ranking in rankings:
+        for name, best in ranking.removing(round(ranking.limit * ranking.total)).items():
+            masks[name] = masks[name] | best
     if empty := [name for name, mask in masks.items() if not bool(mask.any())]:
         warnings.warn(
             f'sparsity="auto" removes all of {", ".join(empty)}: nothing passes through it any more. Was δ learned '

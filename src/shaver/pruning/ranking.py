@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shaver.criteria.order import best_of_each, lowest
+from shaver.curvature.blocks import at_least_float32
 from shaver.naming import check_count
 from shaver.pruning.masks import Masks
 
@@ -166,10 +167,8 @@ def _cut(pool: _Array, order: _Array, count: int) -> NDArray[np.bool_]:
 def _protected(size: int, cap: float, minimum: int) -> int:
     if not isinstance(cap, int | float) or not 0 < cap <= 1:
         raise ValueError(f"cap is the largest share a layer may lose, in (0, 1], not {cap!r}.")
-    return min(
-        size,
-        max(check_count("minimum, how many weights each layer keeps,", minimum, 0), math.ceil((1 - cap) * size - 1e-9)),
-    )
+    least = check_count("minimum, how many weights each layer keeps,", minimum, 0)
+    return min(size, max(least, math.ceil((1 - cap) * size - 1e-9)))
 
 
 def _unprotected(layers: list[_Array], protected: list[int]) -> NDArray[np.intp]:
@@ -184,7 +183,5 @@ def _unprotected(layers: list[_Array], protected: list[int]) -> NDArray[np.intp]
 
 def _as_array(values: Tensor) -> _Array:
     flat = values.detach().reshape(-1).cpu()
-    if not flat.is_floating_point() or flat.dtype in (torch.float16, torch.bfloat16):
-        flat = flat.double() if not flat.is_floating_point() else flat.float()
-    array: _Array = flat.numpy()
+    array: _Array = (at_least_float32(flat) if flat.is_floating_point() else flat.double()).numpy()
     return array

@@ -6,10 +6,8 @@ than every other score that was tried (ResNet-20 on CIFAR-10, see the results pa
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,9 +24,9 @@ from shaver.repairing.joint import OutputError
 
 #: A round keeps at least this share of the weights that the previous round kept.
 SHARE = 0.7
-#: How many times its old size a repaired weight may count as, at most, when it is ranked again.
+#: When a repaired weight is ranked again, it counts as at most this many times its old size.
 GROWTH = 10.0
-#: Batches, about, on which two choices of weights are compared.
+#: Two choices of weights are compared on about this many batches.
 COMPARED = 16
 
 
@@ -47,13 +45,8 @@ def levels(sparsity: float, share: float = SHARE) -> list[float]:
 class Rounds:
     """Prunes a network in rounds and repairs it after each. As a context manager, it undoes everything on an error.
 
-    Args:
-        model: The network, changed in place.
-        calibration: Unlabelled batches; read once and kept in memory.
-        ranking: A function from scores to a ranking, such as :class:`shaver.pruning.Ranking`.
-        passes: Passes in which all layers are fitted together after the last round; see :func:`shaver.repair`.
-        forward: ``forward(model, batch)`` for batches of another layout.
-        progress: ``progress(done, total)`` is called after each layer of each round, and after each pass.
+    ``ranking`` is a function from scores to a ranking. The other arguments are those of :func:`shaver.prune`; the
+    calibration batches are read once and kept in memory.
     """
 
     def __init__(
@@ -71,18 +64,14 @@ class Rounds:
         self.reference = copy.deepcopy(model)
         self._ranking, self._forward, self._passes = ranking, forward, passes
         self._progress, self._round, self._rounds, self._layers = progress, 0, 1, 0
-        self._before: dict[str, Tensor] = {}
         self.report = Repaired()
 
     def __enter__(self) -> "Rounds":
-        self._before = {name: value.clone() for name, value in self.model.state_dict().items()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
-            self.model.load_state_dict(self._before)
+            self.model.load_state_dict(self.reference.state_dict())
 
     def apply(self, masks: Masks, passes: int | None = None) -> None:
         """Apply the masks, and repair the kept weights; ``passes=None`` is all that were asked for."""
@@ -128,19 +117,25 @@ class Rounds:
     def _nearer(self, masks: Masks, others: Masks) -> Masks:
         """Keep the repaired network as it is, or prune the dense one by other masks if its outputs are nearer then."""
         some = self.data[:: max(1, len(self.data) // COMPARED)]
-        with self._evaluating():
+        with evaluating(self.model, self.reference), torch.random.fork_rng(devices=[]):
             error = OutputError(self.reference, some, self._forward)
             reached = error.mean(self.model)
-        kept, report = copy.deepcopy(self.model.state_dict()), self.report
+        before = self._snapshot()
         self.model.load_state_dict(self.reference.state_dict())
         self._round = self._rounds - 1
         self.apply(others, passes=0)
-        with self._evaluating():
+        with evaluating(self.model, self.reference), torch.random.fork_rng(devices=[]):
             if error.mean(self.model) < reached:
                 return others
-        self.model.load_state_dict(kept)
-        self.report = report
+        self._return_to(before)
         return masks
+
+    def _snapshot(self) -> tuple[dict[str, Any], Repaired]:
+        return copy.deepcopy(self.model.state_dict()), self.report
+
+    def _return_to(self, snapshot: tuple[dict[str, Any], Repaired]) -> None:
+        state, self.report = snapshot
+        self.model.load_state_dict(state)
 
     def _fit_together(self, masks: Masks) -> None:
         """Fit all layers together, from the weights that the repair found."""
@@ -154,11 +149,6 @@ class Rounds:
             progress=lambda done, _: self._count(self._rounds * self._layers + done),
         )
         self.report = replace(self.report, joint=joint)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with evaluating(self.model), evaluating(self.reference), torch.random.fork_rng(devices=[]):
-            yield
 
     def step(
         self, scores: Mapping[str, Tensor], sparsity: float, removed: Masks, *, passes: int | None = None
@@ -182,8 +172,6 @@ class Rounds:
         Returns:
             The masks, the quality before and the quality with them.
         """
-        if not max_drop >= 0:
-            raise ValueError(f"max_drop, how much quality may be lost, must be at least 0, not {max_drop!r}.")
         ranker = self._ranking(scores)
         highest = min(limit, ranker.limit, 1 - 1 / ranker.total)
         before = quality(self.model)
@@ -209,12 +197,12 @@ class Rounds:
         self, scores: Mapping[str, Tensor], level: float, best: Masks, quality: Quality, lowest: float
     ) -> tuple[Masks, float] | None:
         """One round: its masks and the quality with them. None, with the model as it was, where that is too low."""
-        with _returned(self.model) as keep:
-            masks = self.step(scores, level, best)
-            measured = quality(self.model)
-            if measured >= lowest:
-                keep()
-                return masks, measured
+        before = self._snapshot()
+        masks = self.step(scores, level, best)
+        measured = quality(self.model)
+        if measured >= lowest:
+            return masks, measured
+        self._return_to(before)
         return None
 
 
@@ -232,20 +220,3 @@ def rescored(scores: Mapping[str, Tensor], before: nn.Module, after: nn.Module) 
         ratio = torch.where(ratio.isfinite(), ratio, 1.0).clamp(max=GROWTH)
         result[name] = values * ratio.pow(degree).to(values)
     return result
-
-
-@contextmanager
-def _returned(model: nn.Module) -> Iterator[Any]:
-    """Restore the network at the end of the block, unless the yielded function is called."""
-    kept = {name: value.clone() for name, value in model.state_dict().items()}
-    is_kept = False
-
-    def keep() -> None:
-        nonlocal is_kept
-        is_kept = True
-
-    try:
-        yield keep
-    finally:
-        if not is_kept:
-            model.load_state_dict(kept)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shaver.batches import Forward, Targets, check_batches, forward_of, targets_of
-from shaver.measure.evaluating import evaluating
+from shaver.measure.evaluating import evaluating, restored
 from shaver.naming import check_number
 from shaver.pruning.masks import Masks
 from shaver.pruning.ranking import Ranking
@@ -18,14 +18,16 @@ TOLERANCE = 0.001
 Quality = Callable[[nn.Module], float]
 
 
-def accuracy_on(batches: Iterable[Any], forward: Forward | None = None, targets: Targets | None = None) -> Quality:
-    """A function that measures accuracy on these batches; it can be called repeatedly.
+def quality_on(valid: Iterable[Any] | Quality, forward: Forward | None, targets: Targets | None) -> Quality:
+    """The user's quality function, whose values are checked; or the accuracy on batches, as such a function.
 
     Accuracy is the share of samples (or tokens) whose highest output is the target; targets below zero do not count.
     """
+    if callable(valid):
+        return lambda model: check_number("the quality that valid measures", valid(model))
     outputs_of, labels_of = forward or forward_of, targets or targets_of
-    check_batches(batches, "valid")
-    data = list(batches) if isinstance(batches, Iterator) else batches  # a generator can be read only once
+    check_batches(valid, "valid")
+    data = list(valid) if isinstance(valid, Iterator) else valid  # a generator can be read only once
 
     def accuracy(model: nn.Module) -> float:
         right = counted = 0
@@ -37,9 +39,9 @@ def accuracy_on(batches: Iterable[Any], forward: Forward | None = None, targets:
                         f"predictions of shape {tuple(predicted.shape)} do not fit targets of shape "
                         f"{tuple(labels.shape)}; valid=lambda model: … measures another quality."
                     )
-                valid = labels >= 0
-                right += int((predicted == labels)[valid].sum())
-                counted += int(valid.sum())
+                known = labels >= 0
+                right += int((predicted == labels)[known].sum())
+                counted += int(known.sum())
         if not counted:
             raise ValueError("the validation data are empty.")
         return right / counted
@@ -48,12 +50,7 @@ def accuracy_on(batches: Iterable[Any], forward: Forward | None = None, targets:
 
 
 def highest_sparsity(
-    model: nn.Module,
-    ranking: Ranking,
-    quality: Quality,
-    *,
-    max_drop: float,
-    limit: float,
+    model: nn.Module, ranking: Ranking, quality: Quality, *, max_drop: float, limit: float
 ) -> tuple[Masks, float, float]:
     """Bisect for the highest sparsity up to ``limit`` whose quality is at most ``max_drop`` below the dense network's.
 
@@ -64,15 +61,16 @@ def highest_sparsity(
     Returns:
         The masks, the quality before and the quality with them.
     """
-    check_number("max_drop, how much quality may be lost,", max_drop, least=0)
     total = ranking.total
-    before = _checked(quality(model))
+    before = quality(model)
     best, best_quality = ranking.removing(0), before
 
     def within(count: int) -> bool:
         nonlocal best, best_quality
         masks = ranking.removing(count)
-        reached = _checked(_with_masks(model, masks, quality))
+        with restored(masks.parameters(model).values(), always=True):
+            masks.apply_(model)
+            reached = quality(model)
         if reached < before - max_drop:
             return False
         best, best_quality = masks, reached
@@ -85,19 +83,3 @@ def highest_sparsity(
         middle = (low + high) // 2
         low, high = (middle, high) if within(middle) else (low, middle)
     return best, before, best_quality
-
-
-def _checked(quality: object) -> float:
-    """Refuse a quality that is NaN, because it cannot be compared."""
-    return check_number("the quality that valid measures", quality)
-
-
-def _with_masks(model: nn.Module, masks: Masks, quality: Quality) -> float:
-    kept = {name: parameter.detach().clone() for name, parameter in masks.parameters(model).items()}
-    try:
-        masks.apply_(model)
-        return quality(model)
-    finally:
-        with torch.no_grad():
-            for name, parameter in masks.parameters(model).items():
-                parameter.copy_(kept[name])

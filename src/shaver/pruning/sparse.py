@@ -4,6 +4,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -21,45 +22,62 @@ from shaver.naming import check_count, check_number, shown
 _CLOSED = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
 
 
-class SparseLinear(nn.Module):
-    """A linear layer whose weight is a compressed-sparse-row matrix: y = W x + b over the stored weights only."""
+class _Compressed(nn.Module):
+    """A layer whose weight is a compressed-sparse-row matrix: only the stored weights are used."""
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+            self.register_buffer("weight", layer.weight.detach().flatten(1).to_sparse_csr())
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    def times(self, columns: Tensor) -> Tensor:
+        """W · columns + b, one output per row."""
+        weight, bias = self.get_buffer("weight"), self.bias
+        if bias is None:
+            return weight @ columns
+        assert isinstance(bias, Tensor)
+        return torch.addmm(bias.unsqueeze(1), weight, columns)
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        weight = self.get_buffer("weight")
+        outputs, inputs = weight.shape
+        return f"{inputs}, {outputs}, nonzero={weight.values().numel()}"
+
+
+class SparseLinear(_Compressed):
+    """A linear layer: y = W x + b over the stored weights only."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
+        super().__init__(layer)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.register_buffer("weight", _compressed(layer.weight.detach()))
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Like ``nn.Linear``, without gradients for the weights."""
         columns = inputs.reshape(-1, self.in_features).t()
-        return _times(self, columns).t().reshape(*inputs.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
-        return f"{self.in_features}, {self.out_features}, nonzero={_nonzero(self)}"
+        return self.times(columns).t().reshape(*inputs.shape[:-1], self.out_features)
 
 
-class SparsePointwise(nn.Module):
-    """A 1×1 convolution whose weight is a compressed-sparse-row matrix over the channels."""
+class SparsePointwise(_Compressed):
+    """A 1×1 convolution, as a matrix over the channels."""
 
     def __init__(self, layer: nn.Conv2d) -> None:
-        super().__init__()
+        super().__init__(layer)
         self.in_channels, self.out_channels, self.stride = layer.in_channels, layer.out_channels, layer.stride
-        self.register_buffer("weight", _compressed(layer.weight.detach().flatten(1)))
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Like ``nn.Conv2d``, without gradients for the weights."""
         if self.stride != (1, 1):
             inputs = inputs[..., :: self.stride[0], :: self.stride[1]]
         channels = inputs.movedim(-3, 0)
-        outputs = _times(self, channels.reshape(self.in_channels, -1))
+        outputs = self.times(channels.reshape(self.in_channels, -1))
         return outputs.reshape(self.out_channels, *channels.shape[1:]).movedim(0, -3).contiguous()
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""
-        return f"{self.in_channels}, {self.out_channels}, stride={self.stride}, nonzero={_nonzero(self)}"
+        return f"{super().extra_repr()}, stride={self.stride}"
 
 
 @dataclass(frozen=True)
@@ -165,17 +183,20 @@ def sparse_inference(
         raise TypeError(f"sparse_inference is timed on an example: {kinds}, not {shown(example)}.")
     with naming_inputs(model, tensors_in(example)), evaluating(model):
         received = _inputs_of_candidates(model, example, from_sparsity)
-        fast = _shared_copy(model).eval()
+        # A copy of the modules with the same tensors.
+        fast = copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}).eval()
         rows = []
         for name, layer_input in received.items():
             layer = model.get_submodule(name)
-            sparse = _sparse_form(layer)
+            kind = _sparse_kind(layer)
+            assert kind is not None
+            sparse = kind(layer)
             dense_seconds, sparse_seconds = _race(partial(layer, layer_input), partial(sparse, layer_input), repeats)
             swapped = dense_seconds > margin * sparse_seconds
             if swapped:
                 for alias, module in model.named_modules(remove_duplicate=False):
                     if module is layer:
-                        _replace(fast, alias, sparse)
+                        fast.set_submodule(alias, sparse)
             rows.append(SparseLayer(name, _sparsity(layer), dense_seconds, sparse_seconds, swapped))
         before, after = (_outputs(call(network, example)) for network in (model, fast))
         off = float((before - after).abs().max() / before.abs().max().clamp_min(1)) if before.numel() else 0.0
@@ -189,71 +210,33 @@ def _inputs_of_candidates(model: nn.Module, example: Example, from_sparsity: flo
     """The inputs of each sufficiently sparse layer in one forward pass."""
     closed = {id(child) for module in model.modules() if isinstance(module, _CLOSED) for child in module.modules()}
     inputs: dict[str, Tensor] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if not name or id(module) in closed or not _supported(module):
-            continue
-        if _sparsity(module) >= from_sparsity:
 
-            def hook(_module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-                inputs.setdefault(name, args[0])
+    def note(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs.setdefault(name, args[0])
 
-            handles.append(module.register_forward_pre_hook(hook))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not name or id(module) in closed or _sparse_kind(module) is None:
+                continue
+            if _sparsity(module) >= from_sparsity:
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
         call(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
     return inputs
 
 
-def _supported(module: nn.Module) -> bool:
+def _sparse_kind(module: nn.Module) -> Callable[[Any], nn.Module] | None:
+    """The class of a layer's sparse form; ``None`` if there is none."""
     if type(module) is nn.Linear:
-        return True
+        return SparseLinear
     if type(module) is not nn.Conv2d:
-        return False
-    return module.kernel_size == (1, 1) and module.groups == 1 and module.padding in ((0, 0), "valid")
-
-
-def _sparse_form(layer: nn.Module) -> nn.Module:
-    if isinstance(layer, nn.Linear):
-        return SparseLinear(layer)
-    assert isinstance(layer, nn.Conv2d)
-    return SparsePointwise(layer)
-
-
-def _compressed(matrix: Tensor) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
-        return matrix.to_sparse_csr()
-
-
-def _times(layer: nn.Module, columns: Tensor) -> Tensor:
-    """W · columns + b, one output per row."""
-    weight, bias = layer.get_buffer("weight"), layer.bias
-    if bias is None:
-        return weight @ columns
-    assert isinstance(bias, Tensor)
-    return torch.addmm(bias.unsqueeze(1), weight, columns)
-
-
-def _nonzero(layer: nn.Module) -> int:
-    return int(layer.get_buffer("weight").values().numel())
+        return None
+    is_pointwise = module.kernel_size == (1, 1) and module.groups == 1 and module.padding in ((0, 0), "valid")
+    return SparsePointwise if is_pointwise else None
 
 
 def _sparsity(layer: nn.Module) -> float:
     weight = layer.get_parameter("weight")
     return 1 - int(weight.detach().count_nonzero()) / max(1, weight.numel())
-
-
-def _shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the modules with the same tensors."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, own = name.rpartition(".")
-    setattr(model.get_submodule(owner), own, module)
 
 
 def _race(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> tuple[float, float]:
@@ -270,10 +253,9 @@ def _race(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> 
 
 def _outputs(outputs: Any) -> Tensor:
     """All floating-point outputs as one flat tensor, for any nesting."""
-    if isinstance(outputs, Tensor):
-        return outputs.flatten().double() if outputs.is_floating_point() else outputs.new_zeros(0, dtype=torch.float64)
     if isinstance(outputs, Mapping):
-        outputs = list(outputs.values())
+        outputs = tuple(outputs.values())
     if isinstance(outputs, tuple | list):
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *(_outputs(value) for value in outputs)])
-    return torch.zeros(0, dtype=torch.float64)
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *map(_outputs, outputs)])
+    is_floating = isinstance(outputs, Tensor) and outputs.is_floating_point()
+    return outputs.flatten().double() if is_floating else torch.zeros(0, dtype=torch.float64)
