@@ -5,10 +5,12 @@ stage's layers are pruned, and goes on with what is left of them: one pass serve
 block runs beside it on the dense model's hidden states, where the dense outputs are the target.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +52,16 @@ class StageMoments:
     second: Tensor
     cross: Tensor
     drift: dict[str, Tensor]
-    rows: int = 0
+    rows: int
+
+    def add(self, other: "StageMoments") -> None:
+        """Add the sums of another batch, in place."""
+        if self.cross is not self.second:
+            self.cross += other.cross
+        self.second += other.second
+        for path, sums in other.drift.items():
+            self.drift[path] += sums
+        self.rows += other.rows
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -64,27 +75,31 @@ def matrix(module: nn.Module) -> Tensor:
     return weight.t() if is_transposed_linear(module) else weight
 
 
+def weight_scores(weight: Tensor, second: Tensor, ridge: float, criterion: str) -> Tensor:
+    """What each weight is ranked by: ``"opd"``, ``"wanda"`` or ``"magnitude"``."""
+    if criterion == "magnitude":
+        return weight.abs()
+    squares = second.diagonal()
+    return weight.square() * (squares + ridge) if criterion == "opd" else weight.abs() * squares.sqrt()
+
+
 @torch.no_grad()
 def find_stages(block: nn.Module, call: Call, hidden: Tensor) -> list[BlockStage]:
     """Run a block once and note which layers read which tensor, and where outputs join the residual stream."""
     inputs: dict[str, Tensor] = {"": hidden}
     outputs: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-    handles = []
-    for path, module in block.named_modules():
-        if path and not list(module.children()):
+    counts: Counter[str] = Counter()
 
-            def note(module: nn.Module, args: Any, out: Any, path: str = path) -> None:
-                if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
-                    inputs[path], outputs[path] = args[0], out
-                    counts[path] = counts.get(path, 0) + 1
+    def note(path: str, _: nn.Module, args: Any, out: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+            inputs[path], outputs[path] = args[0], out
+            counts[path] += 1
 
-            handles.append(module.register_forward_hook(note))
-    try:
+    with ExitStack() as hooks:
+        for path, module in block.named_modules():
+            if path and not list(module.children()):
+                hooks.enter_context(module.register_forward_hook(partial(note, path)))
         last = call(block, hidden)
-    finally:
-        for handle in handles:
-            handle.remove()
     layers = [path for path in outputs if is_layer(block.get_submodule(path)) and counts[path] == 1]
     grouped: dict[int, list[str]] = {}
     for path in layers:
@@ -122,13 +137,12 @@ def stage_moments(
         stages: From :func:`find_stages`.
         calls: For each batch of windows, how the block is called.
         hidden: For each batch, what enters the block; replaced by what leaves it.
-        dense: The same for the dense model: its outputs are then the target. ``block`` is copied at the start for it.
+        dense: The same for the dense model, whose outputs are then the target. A copy of the block runs on it.
     """
-    twin = None if dense is None else deepcopy(block)
+    networks = [(block, hidden)] if dense is None else [(block, hidden), (deepcopy(block), dense)]
     streams = sorted({name for stage in stages for name in stage.residual.values()} - {""})
     firsts = {stage.paths[0]: stage for stage in stages}
-    known: dict[Lane, dict[str, Tensor]] = {}
-    left: dict[Lane, Tensor] = {}
+    known: dict[Lane, dict[str, Tensor]] = {}  # the residual stream at the modules that read it
 
     def visit(lane: Lane, path: str, _: nn.Module, args: Any, kwargs: Mapping[str, Any], __: Any) -> None:
         if path in streams:
@@ -136,67 +150,44 @@ def stage_moments(
         if path in firsts:
             lane.stop(firsts[path], args[0])
 
-    paths = [*firsts, *streams]
+    def run(module: nn.Module, states: list[Tensor], place: int) -> None:
+        states[place] = calls[place](module, states[place])
 
-    def passes(module: nn.Module, states: list[Tensor]) -> list[Callable[[], None]]:
-        def run(place: int) -> None:
-            left[lanes_of[id(module)][place]] = calls[place](module, states[place])
-
-        return [lambda place=place: run(place) for place in range(len(states))]  # type: ignore[misc]
-
-    lanes_of: dict[int, list[Lane]] = {}
     with ExitStack() as stack:
-        networks = [(block, hidden)] if twin is None or dense is None else [(block, hidden), (twin, dense)]
+        all_lanes = []
         for module, states in networks:
-            stack.enter_context(visiting(module, paths, visit, before=True))
-            own = stack.enter_context(lanes(passes(module, states)))
-            lanes_of[id(module)] = own
+            stack.enter_context(visiting(module, [*firsts, *streams], visit, before=True))
+            own = stack.enter_context(lanes([partial(run, module, states, place) for place in range(len(states))]))
             known |= {lane: {"": state} for lane, state in zip(own, states, strict=True)}
-        present = lanes_of[id(block)]
-        twins = None if twin is None else lanes_of[id(twin)]
+            all_lanes.append(own)
         for stage in stages:
-            total: StageMoments | None = None
-            for place, lane in enumerate(present):
-                x = _rows(_at(stage, lane))
-                other = None if twins is None else twins[place]
-                known_x = x if other is None else _rows(_at(stage, other))
-                second = _squared(x)
-                cross = second if other is None else (known_x.t() @ x).double()
-                drift = {}
-                if other is not None:
-                    for path, name in stage.residual.items():
-                        gap = _rows(known[other][name]) - _rows(known[lane][name])
-                        drift[path] = (gap.t() @ x).double()
-                if total is None:
-                    total = StageMoments(second, cross, drift, len(x))
-                    continue
-                total.second += second
-                if other is not None:
-                    total.cross += cross
-                    for path, sums in drift.items():
-                        total.drift[path] += sums
-                total.rows += len(x)
-            assert total is not None
+            batches = (_batch_moments(stage, known, *batch) for batch in zip(*all_lanes, strict=True))
+            total = next(batches)
+            for more in batches:
+                total.add(more)
             if not bool(total.second.isfinite().all()):
                 raise ValueError(
                     f"the inputs of {' and '.join(stage.paths)} hold NaN or infinity: the model is broken."
                 )
             yield stage, total
-        for module, states in networks:
-            for place, lane in enumerate(lanes_of[id(module)]):
+        for own in all_lanes:
+            for lane in own:
                 lane.advance()
-                states[place] = left.pop(lane)
 
 
-def _at(stage: BlockStage, lane: Lane) -> Tensor:
-    found = lane.advance()
-    if found is None or found[0] is not stage:
-        raise ValueError(
-            f"the layers of a block ran in another order than for the first window (expected {stage.paths[0]!r}): "
-            "every window must run the same layers in the same order."
-        )
-    value: Tensor = found[1]
-    return value
+def _batch_moments(
+    stage: BlockStage, known: Mapping[Lane, Mapping[str, Tensor]], lane: Lane, twin: Lane | None = None
+) -> StageMoments:
+    x = _rows(lane.advance_to(stage, stage.paths[0]))
+    second = _squared(x)
+    if twin is None:
+        return StageMoments(second, second, {}, len(x))
+    dense = _rows(twin.advance_to(stage, stage.paths[0]))
+    drift = {}
+    for path, name in stage.residual.items():
+        gap = _rows(known[twin][name]) - _rows(known[lane][name])
+        drift[path] = (gap.t() @ x).double()
+    return StageMoments(second, (dense.t() @ x).double(), drift, len(x))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaver.integrations.block_moments import weight_scores
 from shaver.integrations.causal_blocks import BlockChain
 from shaver.structure import find_groups
 from shaver.structure.config_widths import evened, expressible
@@ -41,9 +42,7 @@ class Widths:
 def find_widths(chain: BlockChain, share: float) -> Widths:
     """The groups of a block whose widths the model's configuration expresses, and how many units of each stay.
 
-    Args:
-        chain: The blocks; all have the same parts.
-        share: Of the units of each group to remove, rounded to whole units.
+    The share of units to remove is rounded to whole units of each group.
 
     Raises:
         ValueError: Blocks differ in their shapes, no width can be expressed, or the share is below half a unit.
@@ -55,8 +54,7 @@ def find_widths(chain: BlockChain, share: float) -> Widths:
             f"{chain.path}.{other} has other shapes than {chain.path}.0: units are removed block by block only from "
             "models whose blocks are all alike. shaver.compact takes other models."
         )
-    embedding: Any = chain.model.get_input_embeddings()  # type: ignore[operator]
-    tokens = torch.arange(12).reshape(2, 6) % embedding.num_embeddings
+    tokens = chain.some_tokens
     first = deepcopy(chain.blocks[0]).float()
     groups = find_groups(first, chain.entering(tokens), forward=chain.calls(tokens)[0])
     expressed, _ = expressible(chain.model, _everywhere(chain, groups))
@@ -87,12 +85,8 @@ class BlockUnits:
     def reduced(self, block: nn.Module, path: str, mean: Tensor, second: Tensor, ridge: float) -> Tensor:
         """The weight of a layer after the units that it reads were removed; zero in their columns.
 
-        Args:
-            block: In float32, with the weights that make the units as they were.
-            path: Of the layer.
-            mean: Its weight before, ``(outputs, inputs)``.
-            second: Second moment of its inputs.
-            ridge: Λ.
+        ``block`` has the weights that make the units as they were. ``mean`` is the layer's weight before, ``second``
+        the second moment of its inputs, and ``ridge`` Λ.
         """
         for name, columns in _read_by(self.widths.groups, path):
             group, stay = self.widths.groups[name], self.widths.stay[name]
@@ -118,9 +112,7 @@ class BlockUnits:
         if self.criterion == "magnitude":
             weights = {name: parameter.detach().abs() for name, parameter in block.named_parameters()}
             return unit_scores(Groups({group.name: group}), weights)[group.name]
-        squares = second.diagonal()
-        costs = mean.square() * (squares + ridge) if self.criterion == "opd" else mean.abs() * squares.sqrt()
-        return costs.sum(0)[columns].sum(1)
+        return weight_scores(mean, second, ridge, self.criterion).sum(0)[columns].sum(1)
 
     def mask(self, block: nn.Module) -> dict[str, int]:
         """Zero everything that belongs to the removed units; parameter → how many of its weights stay."""
@@ -140,12 +132,11 @@ def shrink(chain: BlockChain, widths: Widths) -> None:
     groups = _everywhere(chain, widths.groups)
     kept = kept_units(groups, {name: parameter.detach() != 0 for name, parameter in model.named_parameters()})
     kept = evened(kept, {name: groups[name].kind for name in groups})
-    tokens = torch.arange(12).reshape(2, 6) % model.get_input_embeddings().num_embeddings
-    before = model(tokens, use_cache=False).logits.double()
+    before = chain.logits()
     sizes = {name: tensor.shape for name, tensor in tensors_of(model).items()}
     staying = remaining(groups, kept, sizes)
     resize(model, RemovalRecord({name: sizes[name] for name in staying}, staying))
-    off = float((model(tokens, use_cache=False).logits.double() - before).abs().max() / before.abs().max())
+    off = float((chain.logits() - before).abs().max() / before.abs().max())
     limit = _TOLERANCES.get(model.dtype, 0.1)
     if not off <= limit:
         raise RuntimeError(f"the smaller model's logits differ by {off:.2g} of the largest, more than {limit:.2g}.")

@@ -6,7 +6,9 @@ which list of modules forms the chain, and with which other arguments (positions
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -49,13 +51,8 @@ class BlockChain:
             found.append(_hidden(args, kwargs))
             raise _Reached
 
-        handle = self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True)
-        try:
+        with self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True), suppress(_Reached):
             _body(self.model)(input_ids=tokens, use_cache=False)
-        except _Reached:
-            pass
-        finally:
-            handle.remove()
         return found[0].float()
 
     @torch.no_grad()
@@ -63,23 +60,27 @@ class BlockChain:
         """For each block, a function that runs it, or a copy in float32, on hidden states shaped like ``tokens``."""
         found: dict[int, Callable[[nn.Module, Tensor], Tensor]] = {}
 
-        def note(place: int) -> Callable[..., None]:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                others = {key: _wide(value) for key, value in kwargs.items() if key != "hidden_states"}
-                rest = tuple(_wide(value) for value in args[1:])
-                found[place] = lambda block, hidden: _first(block(hidden, *rest, **others))
+        def note(place: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            others = {key: _wide(value) for key, value in kwargs.items() if key != "hidden_states"}
+            rest = _wide(args[1:])
+            found[place] = lambda block, hidden: _first(block(hidden, *rest, **others))
 
-            return hook
-
-        handles = [
-            block.register_forward_pre_hook(note(place), with_kwargs=True) for place, block in enumerate(self.blocks)
-        ]
-        try:
+        with ExitStack() as hooks:
+            for place, block in enumerate(self.blocks):
+                hooks.enter_context(block.register_forward_pre_hook(partial(note, place), with_kwargs=True))
             _body(self.model)(input_ids=tokens, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
         return [found[place] for place in range(len(self.blocks))]
+
+    @property
+    def some_tokens(self) -> Tensor:
+        """Two short windows of tokens that the model has."""
+        return torch.arange(12).reshape(2, 6) % _vocabulary(self.model)
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """The model's logits for :attr:`some_tokens`, in float64."""
+        logits: Tensor = self.model(self.some_tokens, use_cache=False).logits
+        return logits.double()
 
 
 @torch.no_grad()
@@ -97,29 +98,26 @@ def find_blocks(model: nn.Module) -> BlockChain:
     }
     seen: dict[str, list[tuple[int, Tensor, Tensor]]] = {path: [] for path in lists}
     tuples: set[str] = set()
-    handles = []
-    for path, blocks in lists.items():
-        for place, block in enumerate(blocks):
 
-            def note(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path, place: int = place) -> None:
-                seen[path].append((place, _hidden(args, kwargs), _first(out)))
-                if not isinstance(out, Tensor):
-                    tuples.add(path)
+    def note(path: str, place: int, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        seen[path].append((place, _hidden(args, kwargs), _first(out)))
+        if not isinstance(out, Tensor):
+            tuples.add(path)
 
-            handles.append(block.register_forward_hook(note, with_kwargs=True))
     works = (
         f"Pruning block by block works for {FAMILIES} models and others with one chain of blocks. For other networks, "
         "shaver.prune(model, scores, sparsity, calibration=batches) prunes and repairs."
     )
     size = _vocabulary(model)
     tokens = torch.arange(6).unsqueeze(0) % size
-    try:
-        first = _first(_body(model)(input_ids=tokens, use_cache=False))
-    except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
-        raise ValueError(f"{name} cannot be called with tokens alone ({error}). {works}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for path, blocks in lists.items():
+            for place, block in enumerate(blocks):
+                hooks.enter_context(block.register_forward_hook(partial(note, path, place), with_kwargs=True))
+        try:
+            first = _first(_body(model)(input_ids=tokens, use_cache=False))
+        except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
+            raise ValueError(f"{name} cannot be called with tokens alone ({error}). {works}") from error
     chains = [path for path, calls in seen.items() if calls and _is_chain(calls, len(lists[path]))]
     outer = [path for path in chains if not any(path.startswith(f"{other}.") for other in chains)]
     if len(outer) != 1:
@@ -162,9 +160,7 @@ def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _first(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output
-    return output[0]
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def _wide(value: Any) -> Any:

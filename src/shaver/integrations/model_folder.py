@@ -59,7 +59,7 @@ def prune_folder(
 
     The folder given is not changed, and the other one appears when it is complete. Every finished block is written
     to ``.<out>.partial`` beside it: the same call continues there after an interruption and gives the same weights.
-    Tokenizer and generation configuration travel along.
+    The tokenizer and the generation configuration are copied.
 
     Example:
         >>> from shaver.integrations.model_folder import prune_folder

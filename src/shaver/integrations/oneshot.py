@@ -2,10 +2,10 @@
 
     report = prune_blocks(model, windows, OneShot(sparsity=0.5))
 
-Only one block is in work at a time, in float32. The hidden states of all windows are kept between blocks.
+One block is processed at a time, in float32. The hidden states of all windows are kept between blocks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from shaver.criteria.order import best_of_each
-from shaver.integrations.block_moments import BlockStage, StageMoments, find_stages, is_layer, matrix, stage_moments
+from shaver.integrations.block_moments import (
+    BlockStage,
+    Call,
+    StageMoments,
+    find_stages,
+    is_layer,
+    matrix,
+    stage_moments,
+    weight_scores,
+)
 from shaver.integrations.block_units import BlockUnits, Widths, find_widths, shrink
 from shaver.integrations.causal_blocks import BlockChain, find_blocks
 from shaver.integrations.whole_layers import drop_layers, find_layers, layers_to_remove
@@ -168,11 +177,7 @@ def prune_blocks(
 
 
 def check_windows(model: nn.Module, windows: Tensor) -> None:
-    """Check that windows of tokens can be read by a model.
-
-    Raises:
-        ValueError: They are empty, of another shape or kind, too long, or hold tokens that the model does not have.
-    """
+    """Refuse windows that are empty, too long, of another shape or kind, or hold tokens that the model lacks."""
     if windows.ndim != 2 or not windows.numel() or windows.is_floating_point():
         raise ValueError(
             f"windows are token ids of shape (windows, length), not {windows.dtype} of shape {tuple(windows.shape)}."
@@ -212,19 +217,17 @@ def _pruned(
         before = deepcopy(block).float() if dense is not None else None
         is_first = bool(removed) and (dense is None or number < removed[0])  # nothing to compensate for
         if is_first or number in removed:
-            for place, call in enumerate(calls):
-                if dense is not None and before is not None:
-                    dense[place] = call(before, dense[place])
-                    hidden[place] = dense[place] if is_first else hidden[place]
+            if dense is not None and before is not None:
+                _pass_through(before, calls, dense)
+                hidden = list(dense) if is_first else hidden
             yield _whole(f"{chain.path}.{number}", block, number not in removed)
             continue
         rows = None if restore is None else restore(number, block)
         work = deepcopy(block).float()
         if rows is not None:
-            for place, call in enumerate(calls):
-                hidden[place] = call(work, hidden[place])
-                if dense is not None and before is not None:
-                    dense[place] = call(before, dense[place])
+            _pass_through(work, calls, hidden)
+            if dense is not None and before is not None:
+                _pass_through(before, calls, dense)
         else:
             rows = []
             units = None if widths is None else BlockUnits(widths, settings.criterion, settings.repair)
@@ -241,6 +244,12 @@ def _pruned(
             if store is not None:
                 store(number, block, rows)
         yield rows
+
+
+def _pass_through(block: nn.Module, calls: Sequence[Call], states: list[Tensor]) -> None:
+    """Replace what enters a block by what leaves it, for each batch."""
+    for place, call in enumerate(calls):
+        states[place] = call(block, states[place])
 
 
 def _whole(place: str, block: nn.Module, is_kept: bool) -> list[PrunedMatrix]:
@@ -292,19 +301,11 @@ def _solved(mean: Tensor, target: Tensor, second: Tensor, ridge: float, settings
     if settings.repair and settings.criterion == "opd":
         start, kept = sweep(mean, second, sparsity=settings.sparsity, pattern=settings.pattern, damping=damping)
     else:
-        kept = choose(scores(mean, second, ridge, settings.criterion), settings)
+        kept = choose(weight_scores(mean, second, ridge, settings.criterion), settings)
         start = mean
     if not settings.repair:
         return mean, kept
     return conjugate_gradients(second, target, kept, start, damping, steps=STEPS), kept
-
-
-def scores(weight: Tensor, second: Tensor, ridge: float, criterion: Criterion) -> Tensor:
-    """What each weight is ranked by."""
-    if criterion == "magnitude":
-        return weight.abs()
-    squares = second.diagonal()
-    return weight.square() * (squares + ridge) if criterion == "opd" else weight.abs() * squares.sqrt()
 
 
 def choose(ranked: Tensor, settings: OneShot) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shaver.closures import inner_optimizer
-from shaver.criteria.prunable_weights import is_transposed_linear
+from shaver.integrations.block_moments import is_layer
 from shaver.pruning.masks import Hold, Masks
 from shaver.structure import Groups, find_groups
 
@@ -34,7 +34,7 @@ def zero_masks(model: nn.Module) -> Masks:
     """
     found = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) or is_transposed_linear(module):
+        if is_layer(module):
             kept = module.weight.detach() != 0  # type: ignore[operator]
             if float((~kept).float().mean()) >= LEAST:
                 found[f"{path}.weight" if path else "weight"] = kept
@@ -152,7 +152,7 @@ def _is_adapted(module: Any) -> bool:
     """Whether this is a LoRA layer of peft around a linear layer."""
     base = getattr(module, "base_layer", None)
     is_lora = isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and hasattr(module, "get_delta_weight")
-    return is_lora and isinstance(base, nn.Module) and (isinstance(base, nn.Linear) or is_transposed_linear(base))
+    return is_lora and isinstance(base, nn.Module) and is_layer(base)
 
 
 def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

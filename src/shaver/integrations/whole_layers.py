@@ -5,7 +5,7 @@ blocks after it can compensate for it: :mod:`shaver.integrations.oneshot` fits t
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -38,16 +38,10 @@ def layers_to_remove(chain: BlockChain, share: float) -> int:
 def find_layers(
     chain: BlockChain, windows: Tensor, count: int, tried: Callable[[], None] | None = None
 ) -> tuple[int, ...]:
-    """The layers to remove, found one at a time by the loss on the first tokens of the calibration text.
+    """The numbers of the layers to remove, in increasing order; the layers are not changed.
 
-    Args:
-        chain: The layers; they are not changed.
-        windows: Token ids, ``(windows, length)``.
-        count: How many to remove, from :func:`layers_to_remove`.
-        tried: Called after each layer that was left out for trial.
-
-    Returns:
-        Their numbers, in increasing order.
+    They are found one at a time by the loss on the first tokens of the windows. ``tried`` is called after each layer
+    that was left out for trial.
     """
     model: Any = chain.model
     tokens = windows[: max(1, JUDGED // windows.shape[1])]
@@ -100,9 +94,8 @@ def drop_layers(chain: BlockChain, removed: Collection[int]) -> None:
     """
     model: Any = chain.model
     _check_expressed(chain, removed)
-    tokens = torch.arange(12).reshape(2, 6) % model.get_input_embeddings().num_embeddings
     with passing(chain, dict.fromkeys(removed)):
-        before = model(tokens, use_cache=False).logits.double()
+        before = chain.logits()
     stay = _staying(chain, removed)
     old, new = model.config, _shallower(model.config, len(chain), stay)
     holder, _, name = chain.path.rpartition(".")
@@ -114,7 +107,7 @@ def drop_layers(chain: BlockChain, removed: Collection[int]) -> None:
         for module in chain.blocks[number].modules():
             if "layer_idx" in vars(module):
                 module.layer_idx = place  # type: ignore[assignment]
-    off = float((model(tokens, use_cache=False).logits.double() - before).abs().max() / before.abs().max())
+    off = float((chain.logits() - before).abs().max() / before.abs().max())
     if not off <= 1e-3:
         raise RuntimeError(f"without its layers {removed} the model's logits differ by {off:.2g} of the largest.")
 
@@ -122,19 +115,15 @@ def drop_layers(chain: BlockChain, removed: Collection[int]) -> None:
 def _entering(chain: BlockChain, tokens: Tensor, removed: Collection[int]) -> list[Tensor]:
     """What enters each block, without the removed ones."""
     found: list[Tensor] = []
-    handles = [
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: found.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-        )
-        for block in chain.blocks
-    ]
-    model: Any = chain.model
-    try:
-        with passing(chain, dict.fromkeys(removed)):
-            model(tokens, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+
+    with ExitStack() as stack:
+        for block in chain.blocks:
+            stack.enter_context(block.register_forward_pre_hook(note, with_kwargs=True))
+        stack.enter_context(passing(chain, dict.fromkeys(removed)))
+        chain.model(tokens, use_cache=False)
     return found
 
 
