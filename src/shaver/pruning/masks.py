@@ -186,7 +186,7 @@ class Hold:
         self.apply_()
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                hook = partial(self._zero_gradient, name)
+                hook = partial(lambda name, parameter: self._zero(name, parameter.grad), name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         if optimizer is not None:
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_step()))
@@ -225,9 +225,6 @@ class Hold:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _zero_gradient(self, name: str, parameter: Tensor) -> None:
-        self._zero(name, parameter.grad)
 
     def _zero(self, name: str, values: Tensor | None) -> None:
         if values is None:

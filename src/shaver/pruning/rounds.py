@@ -167,10 +167,7 @@ class Rounds:
         """The highest sparsity up to ``limit`` whose repaired network loses at most ``max_drop`` of the quality.
 
         Rounds raise the sparsity until one loses too much. Four more rounds narrow the result down between that one and
-        the last good one.
-
-        Returns:
-            The masks, the quality before and the quality with them.
+        the last good one. Returns the masks, the quality before and the quality with them.
         """
         ranker = self._ranking(scores)
         highest = min(limit, ranker.limit, 1 - 1 / ranker.total)

@@ -56,10 +56,7 @@ def highest_sparsity(
 
     The upper end is tried first. The result is always measured to be within the tolerance, and the next higher sparsity
     that was tried is not, even if quality does not fall evenly. The weights are restored after each trial, also after
-    an error.
-
-    Returns:
-        The masks, the quality before and the quality with them.
+    an error. Returns the masks, the quality before and the quality with them.
     """
     total = ranking.total
     before = quality(model)

@@ -24,10 +24,11 @@ class _Closed(BaseException):
 
 
 class Lane(threading.Thread):
-    """One network's forward pass on one batch, run from stop to stop."""
+    """One network's forward pass on one batch, the one with this number, run from stop to stop."""
 
-    def __init__(self, run: Callable[[], object]) -> None:
+    def __init__(self, run: Callable[[], object], number: int) -> None:
         super().__init__(daemon=True)
+        self.number = number
         self._run_network = run
         self._go, self._halt = threading.Semaphore(0), threading.Semaphore(0)
         self._is_closing = False
@@ -60,11 +61,7 @@ class Lane(threading.Thread):
         return self._found
 
     def advance_to(self, stop: object, name: str) -> Any:
-        """Run to this stop, the next one, and return what it gives.
-
-        Raises:
-            ValueError: The next stop is another.
-        """
+        """Run to this stop, which must be the next one, and return what it gives."""
         found = self.advance()
         if found is None or found[0] != stop:
             raise ValueError(
@@ -93,7 +90,7 @@ class Lane(threading.Thread):
 def lanes(runs: Sequence[Callable[[], object]]) -> Iterator[list[Lane]]:
     """A lane for each run, all closed at the end; attention runs its own layers instead of a fused kernel."""
     fused = torch.backends.mha.get_fastpath_enabled()
-    made = [Lane(run) for run in runs]
+    made = [Lane(run, number) for number, run in enumerate(runs)]
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         yield made

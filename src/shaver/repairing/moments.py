@@ -76,12 +76,11 @@ def sequential_moments(
         ValueError: The batches hold NaN, or the forward passes of batches or networks take different ways.
     """
     thin = {stop: _thinning(stop, len(batches)) for stop in plan.stops if isinstance(stop, Site)}
-    number: dict[Lane, int] = {}  # which batch a lane is
 
     def place(lane: Lane, site: Site) -> tuple[int, int]:
         """The step between positions, and a first position that changes with the batch."""
         step = thin.get(site, 1)
-        return step, (number[lane] * 7919) % step
+        return step, (lane.number * 7919) % step
 
     def inputs(lane: Lane, path: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
         if isinstance(module, _BatchNorm):
@@ -110,15 +109,14 @@ def sequential_moments(
         lanes(own) as present,
         lanes(dense) as twins,
     ):
-        number |= {lane: n for group in (present, twins) for n, lane in enumerate(group)}
         for position, stop in enumerate(plan.stops):
-            for n, (lane, twin) in enumerate(zip(present, twins, strict=True)):
+            for lane, twin in zip(present, twins, strict=True):
                 if isinstance(stop, str):
                     found = _norm_sums(lane.advance_to(stop, stop))
                 else:
                     y = at_least_float32(twin.advance_to(stop, stop.name))
                     x = at_least_float32(lane.advance_to(stop, stop.name))  # half-precision sums lose too much
-                    found = _site_sums(stop, n, x, y)
+                    found = _site_sums(stop, lane.number, x, y)
                     if stop.rectified and x.numel() * len(batches) <= ENTRIES:
                         pairs.setdefault(stop, []).append((x, y))
                 sums[stop] = [a + b for a, b in zip(sums[stop], found, strict=True)] if stop in sums else found

@@ -66,11 +66,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | 
 
 @torch.no_grad()
 def set_statistics(path: str, norm: _BatchNorm, mean: Tensor | None, variance: Tensor | None) -> None:
-    """Give a BatchNorm these running statistics.
-
-    Raises:
-        ValueError: They are not finite.
-    """
+    """Give a BatchNorm these running statistics, which must be finite."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert mean is not None
