@@ -137,11 +137,7 @@ def prune_folder(
 
 
 def check_pattern(block: nn.Module, pattern: tuple[int, int] | None, rows: list[PrunedMatrix]) -> None:
-    """Check that every pruned matrix keeps at most N of each M neighbours along its inputs, exactly.
-
-    Raises:
-        RuntimeError: One does not; that is a bug, and nothing is written.
-    """
+    """Check that every pruned matrix keeps at most N of each M neighbours along its inputs; else there is a bug."""
     if pattern is None:
         return
     n, m = pattern

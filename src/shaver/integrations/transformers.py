@@ -161,11 +161,7 @@ def carry(spam: SpaM, optimizer: Optimizer) -> list[RemovableHandle]:
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """Check that every token has a row in the model's embedding, and that there is a pad token.
-
-    Raises:
-        ValueError: They do not fit; the message says what to change.
-    """
+    """Check that every token has a row in the model's embedding, and that there is a pad token."""
     embeddings: Any = getattr(model, "get_input_embeddings", None)
     table: Any = embeddings() if embeddings is not None else None
     rows = getattr(table, "num_embeddings", None)
