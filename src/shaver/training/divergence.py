@@ -39,8 +39,7 @@ def explain_loss(model: nn.Module, batch: Any, outputs: Tensor, loss: float, wha
 
 def explain_gradient(model: nn.Module) -> str | None:
     """Name the first gradient that is not finite; ``None`` if all are."""
-    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    found = _first_bad(gradients)
+    found = _first_bad((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     return f"the loss is finite but the gradient of {found}" if found else None
 
 
@@ -75,7 +74,6 @@ def ignores_input(outputs: Tensor) -> bool:
         return False
     rows = outputs.detach().flatten(1)
     rows = rows[:, :: -(-rows.shape[1] // _COMPARED)]
-    tolerance = (
-        0.0 if rows.element_size() < 4 else 8 * torch.finfo(rows.dtype).eps
-    )  # rounding depends on the place in the batch
+    # Rounding depends on the place in the batch.
+    tolerance = 0.0 if rows.element_size() < 4 else 8 * torch.finfo(rows.dtype).eps
     return float((rows - rows[:1]).abs().max()) <= tolerance * float(rows.abs().max())

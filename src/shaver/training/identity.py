@@ -18,11 +18,7 @@ _DEPTH = 6
 
 
 def check_same(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuse to continue a run with other settings, other data or another network.
-
-    Raises:
-        ValueError: A setting differs; the message has both values of each.
-    """
+    """Refuse to continue a run with other settings, other data or another network; the error has both values."""
     differences = []
     for key in dict.fromkeys([*saved, *asked]):
         ours, theirs = asked.get(key), saved.get(key)

@@ -25,12 +25,7 @@ _UNKNOWN = (
 
 
 def attach_spam(run: "Run", asked: Mapping[str, Any]) -> SpaM:
-    """Create SpaM for the network of a run. ``asked`` holds the user's options.
-
-    Raises:
-        ValueError: An option belongs to ``fit`` or is unknown, or the scale of the loss cannot be read.
-        TypeError: The outputs cannot be found in what the model returns.
-    """
+    """Create SpaM for the network of a run. ``asked`` holds the user's options."""
     own = {"total_steps": run.epochs * run.steps_per_epoch, "seed": run.seed, "group": run.spread.ranks.group}
     if clash := own.keys() & asked.keys():
         raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
@@ -50,18 +45,11 @@ def attach_spam(run: "Run", asked: Mapping[str, Any]) -> SpaM:
 
 
 def outputs_finder(model: nn.Module, forward: Forward, batch: Any) -> Callable[[Any], Tensor]:
-    """A function from what the model returns to the outputs that ``forward`` returns, found on one batch.
-
-    Raises:
-        TypeError: ``forward`` returns none of the model's tensors, and the model returns no single tensor.
-    """
+    """A function from what the model returns to the outputs that ``forward`` returns, found on one batch."""
     results: list[Any] = []
-    handle = model.register_forward_hook(lambda module, args, result: results.append(result))
-    try:
-        with undisturbed(model), torch.no_grad():
-            outputs = forward(model, batch)
-    finally:
-        handle.remove()
+    hook = model.register_forward_hook(lambda module, args, result: results.append(result))
+    with hook, undisturbed(model), torch.no_grad():
+        outputs = forward(model, batch)
     result = results[-1] if results else None
     leaves, shape = tree_flatten(result)
     places = [i for i, leaf in enumerate(leaves) if leaf is outputs]

@@ -27,11 +27,7 @@ def build_optimizer(
     """An optimizer over the model's trainable parameters.
 
     ``"sgd"`` has momentum 0.9. ``weight_decay`` is L2 for SGD and Adam and decoupled for AdamW; ``None`` is zero. A
-    function or an object has its own learning rate and weight decay.
-
-    Raises:
-        ValueError: The name is unknown, ``lr`` or ``weight_decay`` is given with an optimizer that has its own, or the
-            optimizer belongs to another model.
+    function or an object has its own learning rate and weight decay, and must hold parameters of this model.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:

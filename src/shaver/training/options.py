@@ -102,12 +102,7 @@ class Options:
 
 
 def options_with(options: Options | None, more: Mapping[str, Any]) -> Options:
-    """The options, changed by the keywords in ``more``.
-
-    Raises:
-        TypeError: ``options`` is not an :class:`Options`.
-        ValueError: A keyword is unknown.
-    """
+    """The options, changed by the keywords in ``more``; unknown ones are refused."""
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"options takes shaver.training.Options(…), not {options!r}.")
     for name in more:

@@ -8,14 +8,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class TrainingProgress(Progress):
-    """Shows a bar on standard error, or nothing.
+    """A bar on standard error, for ``epochs`` of ``batches`` each, of which some are ``done``.
 
-    Args:
-        method: The label of the bar.
-        epochs: Epochs of the whole training.
-        batches: Batches per epoch.
-        done: Number of completed epochs.
-        shown: Whether to show a bar. ``None``: if standard error is a terminal.
+    ``shown=None`` shows it if standard error is a terminal.
     """
 
     def __init__(self, method: str, epochs: int, batches: int, done: int, *, shown: bool | None) -> None:

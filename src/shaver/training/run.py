@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shaver.batches import batch_size_of, forward_of, targets_of
+from shaver.batches import batch_size_of
 from shaver.files import checkpoints
-from shaver.io import check_folder
 from shaver.likelihoods import Classification, get_likelihood
 from shaver.measure.evaluating import evaluating
 from shaver.pruning import Hold, Masks, OnlinePruner, Schedule
@@ -40,12 +39,7 @@ NORM_BATCHES = 100
 class Run:
     """The state of a run, and the methods that train an epoch, take a step and write a checkpoint.
 
-    Args:
-        model: The network.
-        train: Training data.
-        valid: Validation data.
-        settings: The arguments of ``fit`` that change the numbers: method, epochs, lr, batch_size, seed.
-        options: All other settings of the training.
+    ``settings`` has the arguments of ``fit`` that change the numbers: method, epochs, lr, batch_size, seed.
     """
 
     spam: "SpaM | None" = None
@@ -130,7 +124,6 @@ class Run:
 
     def _open(self, folder: Path) -> dict[str, Any] | None:
         """Prepare the folder. Returns the newest state in it, if there is one and it belongs to this run."""
-        check_folder(folder)
         if self.spread.first:
             folder.mkdir(parents=True, exist_ok=True)
             checkpoints.clear(folder, checkpoints=not self.options.resume)
@@ -165,8 +158,10 @@ class Run:
         self._checked = True
         self.spread.even_buffers()
         if self.spam is not None:
+            own = self.spread.own(self.train.epoch(self.epoch))
+            again = (to_device(batch, self.device) for batch in own if batch is not None)
             with self._naming_divergence():
-                self.spam.end_epoch(self._again(), **self._reading())
+                self.spam.end_epoch(again, forward=self.options.forward, targets=self.options.targets)
         if self.pruner is not None:
             self.pruner.after_epoch(min(1.0, (self.epoch + 1) / self.epochs))
         if (self.spam is not None or self.pruner is not None) and self.epoch + 1 == self.epochs:
@@ -249,17 +244,6 @@ class Run:
                 "has the same outputs."
             )
         return self.likelihood.divergence(outputs, aim, expected).sum()
-
-    def _again(self) -> Iterator[Any]:
-        """The batches of the current epoch again, for a curvature estimate."""
-        own = self.spread.own(self.train.epoch(self.epoch))
-        return (to_device(batch, self.device) for batch in own if batch is not None)
-
-    def _reading(self) -> dict[str, Any]:
-        """The user's own functions ``forward`` and ``targets``, if there are any."""
-        options = self.options
-        given = {"forward": (options.forward, forward_of), "targets": (options.targets, targets_of)}
-        return {name: own for name, (own, usual) in given.items() if own is not usual}
 
     def _apply(self) -> None:
         """Check and clip the gradient, then take the step of the method."""
@@ -349,10 +333,10 @@ class Run:
     def _diverged(self, culprit: str, ahead: int = 0) -> Diverged:
         if self.folder is None:
             rest = "no folder was given, so there is no checkpoint."
+        elif not self.epoch:
+            rest = "no epoch was completed."
         else:
-            rest = (
-                f"the state after epoch {self.epoch} is in {self.folder}." if self.epoch else "no epoch was completed."
-            )
+            rest = f"the state after epoch {self.epoch} is in {self.folder}."
         advice = f"A smaller lr, clip=1.0 or cleaner data usually help; {rest}"
         return Diverged(self.epoch + 1, self.step + ahead, culprit, advice)
 

@@ -60,12 +60,7 @@ class Source:
 
 
 def open_source(data: Any, role: str, batch_size: int, *, shuffle: bool, seed: int = 0) -> Source:
-    """Turn ``data`` into batches and count them.
-
-    Raises:
-        TypeError: The data cannot be iterated, or only once.
-        ValueError: The data are empty.
-    """
+    """Turn ``data`` into batches and count them. Data that are empty, or can be read only once, are refused."""
     if hasattr(data, "batches"):
         batches = data.batches(batch_size, shuffle=True, seed=seed) if shuffle else data.batches(batch_size)
     else:

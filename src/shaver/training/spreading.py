@@ -46,11 +46,7 @@ def _leave() -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse wrapped networks: ``fit`` distributes the network itself.
-
-    Raises:
-        TypeError: The model is wrapped, or its parameters are sharded.
-    """
+    """Refuse wrapped networks and sharded parameters: ``fit`` distributes the network itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise TypeError(
             f"fit distributes the network over the processes of torchrun itself: pass the plain network instead of "
@@ -143,11 +139,7 @@ class Spread:
                 buffer.div_(self.ranks.size)
 
     def check_same_epoch(self, epoch: int, folder: object) -> None:
-        """Check that all ranks have read the same checkpoint.
-
-        Raises:
-            ValueError: They have not: several machines do not share a file system.
-        """
+        """Check that all ranks have read the same checkpoint, as machines that share a file system do."""
         (total,) = self.ranks.total(epoch)
         if total != epoch * self.ranks.size:
             raise ValueError(
