@@ -80,9 +80,11 @@ def prune_sharded(model: nn.Module, spam: SpaM, sparsity: float) -> dict[str, Te
     (below,) = ranks.total(sum(int((b < high).sum()) for b in bits.values()))
     left = count - int(below)  # number of weights to remove among those equal to the threshold
     ties = torch.tensor([int((b == high).sum()) for b in bits.values()])
-    table = [ties.clone() for _ in range(ranks.size)]
+    table = [torch.zeros_like(ties) for _ in range(ranks.size)]
     if ranks:
         dist.all_gather(table, ties, group=ranks.group)
+    else:
+        table = [ties]
     masks = {}
     for place, (name, b) in enumerate(bits.items()):
         keep = b > high
