@@ -5,17 +5,14 @@ Example:
     >>> model = shaver.zoo.build("wrn16_fixup", seed=0, classes=100)
 """
 
-from shaver.zoo.digits_cnn import DigitsCNN
 from shaver.zoo.fcn import FCN
 from shaver.zoo.fixup import Bias, Scale
-from shaver.zoo.lenet import LeNet
-from shaver.zoo.lenet_caffe import LeNetCaffe
+from shaver.zoo.lenet import DigitsCNN, LeNet, LeNetCaffe
 from shaver.zoo.mixer import Mixer
 from shaver.zoo.reader import Reader
 from shaver.zoo.registry import arguments_of, build, names, rebuild
-from shaver.zoo.resnet18 import ResNet18, ResNet18Fixup
+from shaver.zoo.resnet import WRN16, ResNet18, ResNet18Fixup, WRN16Fixup
 from shaver.zoo.vit import ViT
-from shaver.zoo.wrn16 import WRN16, WRN16Fixup
 
 __all__ = [
     "FCN",

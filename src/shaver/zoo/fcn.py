@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from shaver.zoo.network import Network, check_positive
+from shaver.zoo.network import Network
 
 
 class FCN(Network):
@@ -23,11 +23,9 @@ class FCN(Network):
     """
 
     def __init__(self, inputs: int = 784, hidden: Sequence[int] = (256,), classes: int = 10) -> None:
-        check_positive(inputs=inputs, classes=classes, **{f"hidden[{i}]": width for i, width in enumerate(hidden)})
         super().__init__("fcn", inputs=inputs, hidden=list(hidden), classes=classes)
-        widths = [inputs, *hidden, classes]
         layers: list[nn.Module] = []
-        for before, after in pairwise(widths):
+        for before, after in pairwise([inputs, *hidden, classes]):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1])
 

@@ -43,12 +43,8 @@ class Scale(nn.Module):
 class FixupBlock(nn.Module):
     """ReLU(shortcut(x) + scale · conv2(ReLU(conv1(x)))) with a scalar bias before and after each convolution.
 
-    Args:
-        inputs: Channels of the input.
-        outputs: Channels of the output.
-        stride: Stride of the first convolution and the shortcut.
-        projection: If True, the shortcut is a 1×1 convolution without bias where the shape changes. If False, it takes
-            every ``stride``-th pixel and appends channels of zeros, without parameters.
+    Where the shape changes, the shortcut is a 1×1 convolution without bias if ``projection``. Otherwise it takes
+    every ``stride``-th pixel and appends channels of zeros, without parameters.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, projection: bool) -> None:
@@ -84,34 +80,18 @@ class FixupBlock(nn.Module):
 
 
 class FixupNetwork(Network):
-    """A 3×3 stem, stages of Fixup blocks, and a classifier.
+    """A 3×3 stem, stages of Fixup blocks, and a classifier."""
 
-    Args:
-        stem: Channels of the stem.
-        widths: Channels of each stage.
-        count: Blocks per stage.
-        projection: Whether shortcuts are 1×1 convolutions where the shape changes; see :class:`FixupBlock`.
-        options: The network's name and arguments, with ``channels`` and ``classes`` among them.
-    """
-
-    def __init__(self, stem: int, widths: Sequence[int], count: int, projection: bool, **options: int | str) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
-        self.stem = nn.Conv2d(int(options["channels"]), stem, 3, padding=1, bias=False)
+    @torch.no_grad()
+    def make_layers(
+        self, channels: int, stem: int, widths: Sequence[int], count: int, classes: int, *, projection: bool
+    ) -> None:
+        """Make and initialise the layers: a stem of ``stem`` channels and ``count`` blocks for each of the widths."""
+        self.stem = nn.Conv2d(channels, stem, 3, padding=1, bias=False)
         self.bias1 = Bias()
         self.blocks = stages(partial(FixupBlock, projection=projection), stem, widths, count)
         self.bias2 = Bias()
-        self.head = nn.Linear(widths[-1], int(options["classes"]))
-        self._initialise()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(batch, classes)`` of images ``(batch, channels, h, w)``, usually 32×32."""
-        check_images(x, self.stem.in_channels)
-        x = self.blocks(F.relu(self.bias1(self.stem(x))))
-        logits: Tensor = self.head(self.bias2(F.adaptive_avg_pool2d(x, 1).flatten(1)))
-        return logits
-
-    @torch.no_grad()
-    def _initialise(self) -> None:
+        self.head = nn.Linear(widths[-1], classes)
         _he(self.stem)
         for block in self.blocks:
             assert isinstance(block, FixupBlock)
@@ -122,6 +102,13 @@ class FixupNetwork(Network):
                 _he(block.projection)
         self.head.weight.zero_()
         self.head.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(batch, classes)`` of images ``(batch, channels, h, w)``, usually 32×32."""
+        check_images(x, self.stem.in_channels)
+        x = self.blocks(F.relu(self.bias1(self.stem(x))))
+        logits: Tensor = self.head(self.bias2(F.adaptive_avg_pool2d(x, 1).flatten(1)))
+        return logits
 
 
 def _he(conv: nn.Conv2d) -> None:

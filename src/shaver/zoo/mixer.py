@@ -3,16 +3,11 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shaver.zoo.network import Network, check_divides, check_images, check_positive
+from shaver.zoo.network import Network, check_divides, check_images
 
 
 class MLP(nn.Module):
-    """Linear, GELU, linear over the last dimension.
-
-    Args:
-        width: Width of the input and the output.
-        hidden: Width between the two linear layers.
-    """
+    """Linear, GELU, linear over the last dimension."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -26,14 +21,7 @@ class MLP(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """x + MLP over the tokens of LayerNorm(x), then the same over the channels.
-
-    Args:
-        tokens: Patches per image.
-        dim: Channels per token.
-        token_dim: Hidden width of the token-mixing MLP.
-        channel_dim: Hidden width of the channel-mixing MLP.
-    """
+    """x + MLP over the tokens of LayerNorm(x), then the same over the channels."""
 
     def __init__(self, tokens: int, dim: int, token_dim: int, channel_dim: int) -> None:
         super().__init__()
@@ -74,19 +62,18 @@ class Mixer(Network):
         channel_dim: int = 256,
         classes: int = 10,
     ) -> None:
-        options = {
-            "image_size": image_size,
-            "channels": channels,
-            "patch_size": patch_size,
-            "dim": dim,
-            "depth": depth,
-            "token_dim": token_dim,
-            "channel_dim": channel_dim,
-            "classes": classes,
-        }
-        check_positive(**options)
+        super().__init__(
+            "mixer",
+            image_size=image_size,
+            channels=channels,
+            patch_size=patch_size,
+            dim=dim,
+            depth=depth,
+            token_dim=token_dim,
+            channel_dim=channel_dim,
+            classes=classes,
+        )
         check_divides("patch_size", patch_size, "image_size", image_size)
-        super().__init__("mixer", **options)
         self.image_size = image_size
         self.embed = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
         tokens = (image_size // patch_size) ** 2

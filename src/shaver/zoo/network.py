@@ -8,14 +8,23 @@ from torch import Tensor, nn
 class Network(nn.Module):
     """A network that can be rebuilt from a plain dict.
 
+    Args:
+        name: The network's name in the zoo.
+        sizes: The options of its constructor: positive integers and lists of them.
+
     Attributes:
-        arguments: The network's name in the zoo and the options of its constructor, as JSON values. They describe the
-            network as it was built: removing channels later does not change them.
+        arguments: The name and the options, as JSON values. They describe the network as it was built: removing
+            channels later does not change them.
     """
 
-    def __init__(self, name: str, **options: int | list[int] | str) -> None:
+    def __init__(self, name: str, **sizes: int | list[int]) -> None:
         super().__init__()
-        self.arguments: dict[str, object] = {"name": name, **options}
+        self.arguments: dict[str, object] = {"name": name, **sizes}
+        for option, size in sizes.items():
+            named = {f"{option}[{i}]": one for i, one in enumerate(size)} if isinstance(size, list) else {option: size}
+            for place, one in named.items():
+                if not isinstance(one, int) or isinstance(one, bool) or one < 1:
+                    raise ValueError(f"{place} must be a positive integer, not {one!r}.")
 
 
 def stages(
@@ -23,11 +32,7 @@ def stages(
 ) -> nn.Sequential:
     """Stages of ``count`` blocks each; the first block of each stage but the first halves the resolution.
 
-    Args:
-        block: Makes a block from its input channels, output channels and stride.
-        inputs: Channels before the first block.
-        widths: Channels of each stage.
-        count: Blocks per stage.
+    ``block`` makes a block from its input channels, output channels and stride.
     """
     blocks: list[nn.Module] = []
     for stage, outputs in enumerate(widths):
@@ -35,13 +40,6 @@ def stages(
             blocks.append(block(inputs, outputs, 2 if stage and not index else 1))
             inputs = outputs
     return nn.Sequential(*blocks)
-
-
-def check_positive(**sizes: int) -> None:
-    """Raise a ``ValueError`` for a size that is not a positive integer."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} must be a positive integer, not {size!r}.")
 
 
 def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> None:

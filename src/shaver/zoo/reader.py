@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaver.naming import require
 from shaver.zoo.network import Network
 
 #: Entries of a configuration that can name code to download, such as attention kernels.
@@ -68,10 +69,4 @@ def rebuilt_reader(model: str, config: Mapping[str, Any]) -> Reader:
 
 def transformers_library() -> Any:
     """The transformers library, or an ``ImportError`` that says how to install it."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            'language models need the transformers library: pip install "shaver[transformers]".'
-        ) from error
-    return transformers
+    return require("transformers", "a language model", "transformers")

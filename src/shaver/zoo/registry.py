@@ -9,16 +9,13 @@ import torch
 from torch import nn
 
 from shaver.naming import check_name
-from shaver.zoo.digits_cnn import DigitsCNN
 from shaver.zoo.fcn import FCN
-from shaver.zoo.lenet import LeNet
-from shaver.zoo.lenet_caffe import LeNetCaffe
+from shaver.zoo.lenet import DigitsCNN, LeNet, LeNetCaffe
 from shaver.zoo.mixer import Mixer
 from shaver.zoo.network import Network
 from shaver.zoo.reader import rebuilt_reader
-from shaver.zoo.resnet18 import ResNet18, ResNet18Fixup
+from shaver.zoo.resnet import WRN16, ResNet18, ResNet18Fixup, WRN16Fixup
 from shaver.zoo.vit import ViT
-from shaver.zoo.wrn16 import WRN16, WRN16Fixup
 
 _NETWORKS: dict[str, type[Network]] = {
     "fcn": FCN,
@@ -58,9 +55,8 @@ def build(name: str, *, seed: int | None = None, **arguments: Any) -> nn.Module:
         ValueError: A name or option is unknown, or an option has an impossible value.
     """
     network = _NETWORKS[check_name("network", name, _NETWORKS)]
-    options = [option for option in inspect.signature(network.__init__).parameters if option != "self"]
     for option in arguments:
-        check_name(f"option of {name!r}", option, options)
+        check_name(f"option of {name!r}", option, inspect.signature(network).parameters)
     if seed is None:
         return network(**arguments)
     # Modules are made on the CPU, so only its random state has to be kept.
@@ -77,15 +73,12 @@ def rebuild(arguments: Mapping[str, Any]) -> nn.Module:
     """
     if not isinstance(arguments, Mapping) or not isinstance(arguments.get("name"), str):
         raise ValueError(f"{arguments!r} does not name a network to build.")
-    options = {str(name): value for name, value in arguments.items()}
+    options = {str(option): value for option, value in arguments.items()}
+    name = options.pop("name")
     try:
-        return (
-            rebuilt_reader(**{n: v for n, v in options.items() if n != "name"})
-            if options["name"] == "reader"
-            else build(**options)
-        )
+        return rebuilt_reader(**options) if name == "reader" else build(name, **options)
     except TypeError as error:
-        raise ValueError(f"{options['name']!r} cannot be built with these options: {error}.") from error
+        raise ValueError(f"{name!r} cannot be built with these options: {error}.") from error
 
 
 def arguments_of(model: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shaver.zoo.mixer import MLP
-from shaver.zoo.network import Network, check_divides, check_images, check_positive
+from shaver.zoo.network import Network, check_divides, check_images
 
 
 class Attention(nn.Module):
@@ -13,10 +13,6 @@ class Attention(nn.Module):
 
     The rows of ``qkv`` are all queries, then all keys, then all values; within each, one head after another. The
     number of heads follows from the layer's width, so heads can be removed by removing their rows.
-
-    Args:
-        dim: Channels per token.
-        heads: Number of heads; divides ``dim``.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -40,13 +36,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """x + attention of LayerNorm(x), then x + MLP of LayerNorm(x).
-
-    Args:
-        dim: Channels per token.
-        heads: Number of attention heads.
-        mlp_dim: Hidden width of the MLP.
-    """
+    """x + attention of LayerNorm(x), then x + MLP of LayerNorm(x)."""
 
     def __init__(self, dim: int, heads: int, mlp_dim: int) -> None:
         super().__init__()
@@ -87,20 +77,19 @@ class ViT(Network):
         mlp_dim: int = 256,
         classes: int = 10,
     ) -> None:
-        options = {
-            "image_size": image_size,
-            "channels": channels,
-            "patch_size": patch_size,
-            "dim": dim,
-            "depth": depth,
-            "heads": heads,
-            "mlp_dim": mlp_dim,
-            "classes": classes,
-        }
-        check_positive(**options)
+        super().__init__(
+            "vit",
+            image_size=image_size,
+            channels=channels,
+            patch_size=patch_size,
+            dim=dim,
+            depth=depth,
+            heads=heads,
+            mlp_dim=mlp_dim,
+            classes=classes,
+        )
         check_divides("patch_size", patch_size, "image_size", image_size)
         check_divides("heads", heads, "dim", dim)
-        super().__init__("vit", **options)
         self.image_size = image_size
         self.embed = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
         self.class_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
