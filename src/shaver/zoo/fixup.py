@@ -61,22 +61,17 @@ class FixupBlock(nn.Module):
         if projection and (stride != 1 or inputs != outputs):
             self.projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
 
-    def shortcut(self, x: Tensor, biased: Tensor) -> Tensor:
-        """``x`` in the shape of the branch's output. A projection reads the biased input, as a convolution does."""
-        if self.projection is not None:
-            projected: Tensor = self.projection(biased)
-            return projected
-        # The number of appended channels is read from the convolution, so that it is right after removing channels.
-        extra = self.conv2.out_channels - x.shape[1]
-        x = F.avg_pool2d(x, 1, self.stride) if self.stride != 1 else x
-        return F.pad(x, (0, 0, 0, 0, 0, extra)) if extra else x
-
     def forward(self, x: Tensor) -> Tensor:
         """``(batch, inputs, h, w)`` to ``(batch, outputs, h / stride, w / stride)``."""
         biased = self.bias1a(x)
         branch = F.relu(self.bias1b(self.conv1(biased)))
         branch = self.bias2b(self.scale(self.conv2(self.bias2a(branch))))
-        return F.relu(branch + self.shortcut(x, biased))
+        if self.projection is not None:
+            return F.relu(branch + self.projection(biased))
+        x = F.avg_pool2d(x, 1, self.stride) if self.stride != 1 else x
+        # The number of appended channels is read from the convolution, so that it is right after removing channels.
+        extra = self.conv2.out_channels - x.shape[1]
+        return F.relu(branch + (F.pad(x, (0, 0, 0, 0, 0, extra)) if extra else x))
 
 
 class FixupNetwork(Network):
