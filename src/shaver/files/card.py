@@ -47,25 +47,22 @@ class Card:
 
     def text(self) -> str:
         """The card in Markdown, with the hub's metadata at the top."""
-        parts = [self._metadata(), f"# {self.title}"]
-        if self.summary:
-            parts.append(self.summary)
+        parts = [self._metadata(), f"# {self.title}", *([self.summary] if self.summary else [])]
         if self.rows:
             parts += ["## Results", markdown_table(self.rows)]
         parts += [f"![{Path(figure).stem}]({FIGURES}/{Path(figure).name})" for figure in self.figures]
         if self.training:
             facts = [{"setting": name, "value": value} for name, value in self.training.items()]
             parts += ["## Training", markdown_table(facts)]
-        usage = self.usage or _USAGE
-        parts += ["## Use", f"```python\n{usage.strip()}\n```"]
+        parts += ["## Use", f"```python\n{(self.usage or _USAGE).strip()}\n```"]
         return "\n\n".join(parts) + "\n"
 
     def write(self, folder: str | Path) -> Path:
         """Write ``README.md`` and copy the figures into the same folder."""
         target = Path(folder)
-        missing = [str(figure) for figure in self.figures if not Path(figure).is_file()]
-        if missing:
-            raise FileNotFoundError(f"the card's figure {missing[0]!r} does not exist.")
+        for figure in self.figures:
+            if not Path(figure).is_file():
+                raise FileNotFoundError(f"the card's figure {str(figure)!r} does not exist.")
         for figure in self.figures:
             (target / FIGURES).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(figure, target / FIGURES / Path(figure).name)
@@ -74,15 +71,14 @@ class Card:
 
     def _metadata(self) -> str:
         """The metadata in YAML; strings and lists in JSON are valid YAML."""
-        entries: dict[str, Any] = {"library_name": "shaver"}
-        if self.license:
-            entries["license"] = self.license
-        if self.base_model:
-            entries["base_model"] = self.base_model
-        if self.datasets:
-            entries["datasets"] = list(self.datasets)
-        entries["tags"] = ["shaver", "pruning", *self.tags]
-        lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in entries.items()]
+        entries = {
+            "library_name": "shaver",
+            "license": self.license,
+            "base_model": self.base_model,
+            "datasets": list(self.datasets),
+            "tags": ["shaver", "pruning", *self.tags],
+        }
+        lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in entries.items() if value]
         return "\n".join(["---", *lines, "---"])
 
 

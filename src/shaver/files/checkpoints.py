@@ -44,10 +44,9 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def clear(folder: Path, *, checkpoints: bool) -> None:
     """Remove incomplete files of a killed run and, with ``checkpoints``, its checkpoints and posterior."""
-    for pattern in (".checkpoint-*.part", f".{POSTERIOR}.*.part"):
-        for leftover in folder.glob(pattern):
-            leftover.unlink(missing_ok=True)
+    patterns = [".checkpoint-*.part", f".{POSTERIOR}.*.part"]
     if checkpoints:
-        for old in folder.glob(_PATTERN):
-            old.unlink(missing_ok=True)
-        (folder / POSTERIOR).unlink(missing_ok=True)
+        patterns += [_PATTERN, POSTERIOR]
+    for pattern in patterns:
+        for file in folder.glob(pattern):
+            file.unlink(missing_ok=True)

@@ -10,8 +10,6 @@ from torch import Tensor
 #: A gap byte of this value means: skip 255 entries and add the next byte.
 _ESCAPE = 255
 
-CODES = ("dense", "bits", "gaps", "indices")
-
 
 def encode(tensor: Tensor, mask: Tensor | None = None) -> tuple[str, dict[str, Tensor]]:
     """The name of the shortest code for a tensor, and its parts.
@@ -32,11 +30,7 @@ def encode(tensor: Tensor, mask: Tensor | None = None) -> tuple[str, dict[str, T
         return "dense", dense
     positions = np.flatnonzero(present)
     wide = np.int32 if present.size <= np.iinfo(np.int32).max else np.int64
-    candidates = {
-        "bits": np.packbits(present),
-        "gaps": _to_gaps(positions),
-        "indices": positions.astype(wide),
-    }
+    candidates = {"bits": np.packbits(present), "gaps": _to_gaps(positions), "indices": positions.astype(wide)}
     code = min(candidates, key=lambda name: candidates[name].nbytes)
     width = dense["values"].element_size()
     if candidates[code].nbytes + len(positions) * width >= present.size * width:

@@ -11,8 +11,8 @@ from torch import nn
 
 from shaver.batches import check_network
 from shaver.files.card import Card
-from shaver.files.network import Factory, StoredNetwork, construction, removed_from, tied
-from shaver.io import check_folder, digest, load_tensors, read_json, save_tensors, write_json
+from shaver.files.network import Factory, StoredNetwork, construction, read_plan, read_weights, removed_from, tied
+from shaver.io import check_folder, digest, save_tensors, write_json
 from shaver.naming import require
 
 FORMAT, VERSION = "shaver.hub", 1
@@ -59,14 +59,8 @@ def read_hub_folder(source: Path) -> StoredNetwork:
     for name in (PLAN, WEIGHTS):
         if not (source / name).is_file():
             raise FileNotFoundError(f"{source} holds no network that shaver wrote for a hub: there is no {name}.")
-    plan = read_json(source / PLAN)
-    if not isinstance(plan, dict) or plan.get("format") != FORMAT:
-        raise ValueError(f"{source / PLAN} does not describe a hub folder of shaver; another program wrote it.")
-    if plan.get("version") != VERSION:
-        raise ValueError(f"{source} has version {plan.get('version')} of the format; this shaver reads {VERSION}.")
-    weights = load_tensors(source / WEIGHTS)
-    if digest(weights) != plan.get("sha256"):
-        raise ValueError(f"{source / WEIGHTS} is damaged: its contents do not match the checksum in {PLAN}.")
+    plan = read_plan(source / PLAN, FORMAT, VERSION)
+    weights = read_weights(source / WEIGHTS, plan)
     same = plan.get("tied")
     if not isinstance(same, dict) or not all(first in weights for first in same.values()):
         raise ValueError(f"{source / PLAN} is damaged: its tied weights are not in {WEIGHTS}.")

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from shaver import zoo
+from shaver.io import digest, load_tensors, read_json
 from shaver.structure.groups import tensors_of
 from shaver.structure.record import RemovalRecord, removal_record, resize, shapes_after
 from shaver.zoo.network import Network
 
 #: How a caller names the network to build: a function, such as the class itself, or a network to load into.
 Factory = Callable[[], nn.Module] | nn.Module
-
-_Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,16 @@ class StoredNetwork:
     def _fitting(self, model: nn.Module) -> tuple[Mapping[str, Tensor], bool]:
         """The weights by the network's own names, and whether the network must be made smaller for them."""
         weights = _without_wrappers(self.weights, model)
-        own = _layout(model.state_dict())
-        resized = self.removed is not None and _shapes(own) != _shapes(_layout(weights))
-        if resized and self.removed is not None:
+        own = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+        stored = {name: tensor.shape for name, tensor in weights.items()}
+        resized = False
+        if self.removed is not None and stored != {name: shape for name, (shape, _) in own.items()}:
+            resized = True
             try:
                 own = shapes_after(model, self.removed)
             except ValueError as error:
                 raise ValueError(f"{self.source} does not fit {type(model).__name__}: {error}") from error
-        self._check(model, own, weights)
-        return weights, resized
-
-    def _check(self, model: nn.Module, own: _Layout, weights: Mapping[str, Tensor]) -> None:
-        """Refuse weights whose names or shapes do not fit. Precisions may differ; integers and floats may not mix."""
+        # Precisions may differ; integers and floats may not mix.
         wrong = [f"{name!r} is missing in the file" for name in own if name not in weights]
         wrong += [f"{name!r} is unknown to the network" for name in weights if name not in own]
         for name, tensor in weights.items():
@@ -94,6 +91,7 @@ class StoredNetwork:
         if wrong:
             more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise ValueError(f"{self.source} does not fit {type(model).__name__}: {'; '.join(wrong[:4])}{more}.")
+        return weights, resized
 
 
 def _made(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -117,6 +115,31 @@ def construction(model: nn.Module) -> dict[str, Any]:
     if removed is not None:
         found["removed"] = removed.to_json()
     return found
+
+
+def read_plan(path: Path, kind: str, version: int) -> dict[str, Any]:
+    """The plan of a folder in a format of shaver.
+
+    Raises:
+        ValueError: Another program or a newer shaver wrote it.
+    """
+    plan = read_json(path)
+    if not isinstance(plan, dict) or plan.get("format") != kind:
+        raise ValueError(f"{path} is not a plan of the format {kind!r}; another program wrote it.")
+    if plan.get("version") not in range(1, version + 1):
+        raise ValueError(
+            f"{path.parent} has version {plan.get('version')} of the format, but this shaver reads up to version "
+            f"{version}; a newer shaver wrote it: pip install --upgrade shaver."
+        )
+    return plan
+
+
+def read_weights(path: Path, plan: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a file, if they have the checksum in the plan."""
+    tensors = load_tensors(path)
+    if digest(tensors) != plan.get("sha256"):
+        raise ValueError(f"{path} is damaged: its contents do not match the checksum in its plan.")
+    return tensors
 
 
 def removed_from(plan: Mapping[str, Any], source: object) -> RemovalRecord | None:
@@ -143,14 +166,6 @@ def tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def in_words(shape: torch.Size, dtype: torch.dtype) -> str:
     """``"6x1x5x5 float32"``."""
     return f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> _Layout:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _shapes(layout: _Layout) -> dict[str, torch.Size]:
-    return {name: shape for name, (shape, _) in layout.items()}
 
 
 def _without_wrappers(weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from shaver.batches import check_network
-from shaver.files.encoding import CODES, decode, encode
-from shaver.files.network import StoredNetwork, construction, in_words, removed_from, tied
-from shaver.io import as_path, check_folder, digest, load_tensors, read_json, save_tensors, write_json
+from shaver.files.encoding import decode, encode
+from shaver.files.network import StoredNetwork, construction, in_words, read_plan, read_weights, removed_from, tied
+from shaver.io import as_path, check_folder, digest, save_tensors, write_json
 from shaver.pruning.masks import Masks
 
 #: Version 2 supports compact networks. A network that is only masked is still written as version 1.
 FORMAT, VERSION, PLAN = "shaver.masked", 2, "plan.json"
-
-_PARTS = {code: ("values",) if code == "dense" else ("where", "values") for code in CODES}
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, Tensor] | None = None) -> Path:
@@ -57,15 +55,20 @@ def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, T
     """
     check_network(model, "save")
     target = check_folder(folder)
-    if masks is not None:
-        _check_masked(model, Masks(masks))
+    held = Masks({} if masks is None else masks)
+    for name, parameter in held.parameters(model).items():
+        stray = int((parameter.detach().cpu()[~held[name].cpu()] != 0).sum())
+        if stray:
+            raise ValueError(
+                f"{stray} weights of {name!r} are not zero although their mask removes them; masks.apply_(model) first."
+            )
     state = model.state_dict()
     same = tied(state)
     tensors: dict[str, Tensor] = {}
     entries: dict[str, dict[str, str]] = {name: {"same": first} for name, first in same.items()}
     for name, tensor in state.items():
         if name not in same:
-            code, parts = encode(tensor, masks.get(name) if masks is not None else None)
+            code, parts = encode(tensor, held.get(name))
             shape, kind = in_words(tensor.shape, tensor.dtype).split(" ")
             entries[name] = {"shape": shape, "type": kind, "code": code}
             tensors |= {f"{name}/{part}": value for part, value in parts.items()}
@@ -73,21 +76,16 @@ def save(model: nn.Module, folder: str | os.PathLike[str], masks: Mapping[str, T
     file = f"weights-{checksum[:12]}.safetensors"
     built = construction(model)
     plan = {"format": FORMAT, "version": VERSION if "removed" in built else 1, **built}
-    plan |= {"weights": file, "sha256": checksum, "masks": sorted(masks or ())}
-    before = _earlier_weights(target)
+    plan |= {"weights": file, "sha256": checksum, "masks": sorted(held)}
+    try:
+        before = _plan(target)["weights"]
+    except (OSError, ValueError):
+        before = file  # no earlier network; other files do not change
     save_tensors(target / file, tensors)
     write_json(target / PLAN, plan | {"tensors": {name: entries[name] for name in state}})
-    if before is not None and before != file:
+    if before != file:
         (target / before).unlink(missing_ok=True)
     return target
-
-
-def _earlier_weights(folder: Path) -> str | None:
-    """The weights file of the network in a folder; no other file is replaced."""
-    try:
-        return str(_plan(folder)["weights"])
-    except (OSError, ValueError):
-        return None
 
 
 def read_saved(folder: Path) -> StoredNetwork:
@@ -117,26 +115,10 @@ def load_masks(folder: str | os.PathLike[str]) -> Masks:
     return Masks(masks)
 
 
-def _check_masked(model: nn.Module, masks: Masks) -> None:
-    for name, parameter in masks.parameters(model).items():
-        stray = int((parameter.detach().cpu()[~masks[name].cpu()] != 0).sum())
-        if stray:
-            raise ValueError(
-                f"{stray} weights of {name!r} are not zero although their mask removes them; masks.apply_(model) first."
-            )
-
-
 def _plan(folder: Path) -> dict[str, Any]:
     if not (folder / PLAN).is_file():
         raise FileNotFoundError(f"{folder} holds no saved network: there is no {PLAN} in it.")
-    plan = read_json(folder / PLAN)
-    if not isinstance(plan, dict) or plan.get("format") != FORMAT:
-        raise ValueError(f"{folder / PLAN} is not the plan of a pruned network; another program wrote it.")
-    if plan.get("version") not in range(1, VERSION + 1):
-        raise ValueError(
-            f"{folder} has version {plan.get('version')} of the format, but this shaver reads up to version {VERSION}; "
-            "a newer shaver wrote it: pip install --upgrade shaver."
-        )
+    plan = read_plan(folder / PLAN, FORMAT, VERSION)
     keys = {"weights": str, "sha256": str, "masks": list, "tensors": dict}
     if any(not isinstance(plan.get(key), kind) for key, kind in keys.items()):
         raise ValueError(f"{folder / PLAN} is damaged: one of {', '.join(keys)} is missing.")
@@ -149,16 +131,15 @@ def _decoded(folder: Path, plan: Mapping[str, Any]) -> dict[str, tuple[Tensor, T
     file = folder / plan["weights"]
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is incomplete: {file.name}, which {PLAN} names, does not exist.")
-    tensors = load_tensors(file)
-    if digest(tensors) != plan["sha256"]:
-        raise ValueError(f"{file} is damaged: its contents do not match the checksum in {PLAN}.")
+    tensors = read_weights(file, plan)
     decoded: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, entry in plan["tensors"].items():
         try:
             if "same" in entry:
                 decoded[name] = decoded[entry["same"]]
                 continue
-            parts = {part: tensors[f"{name}/{part}"] for part in _PARTS[entry["code"]]}
+            keys = {part: f"{name}/{part}" for part in ("where", "values")}
+            parts = {part: tensors[key] for part, key in keys.items() if key in tensors}
             shape = torch.Size(int(n) for n in entry["shape"].split("x") if n)
             decoded[name] = decode(entry["code"], parts, shape)
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:

@@ -68,14 +68,12 @@ def load_trained(path: str | os.PathLike[str], factory: Factory | str | None = N
         factory: As for :func:`load`, or ``"package.module:function"``.
     """
     stored = read_network(as_path(path))
-    if isinstance(factory, str):
-        try:
-            model = stored.rebuild(import_function(factory, "--factory"))
-        except TypeError as error:
+    try:
+        model = stored.rebuild(import_function(factory, "--factory") if isinstance(factory, str) else factory).eval()
+    except TypeError as error:
+        if isinstance(factory, str):
             raise ValueError(f"--factory {factory}: {error}") from error
-    else:
-        model = stored.rebuild(factory)
-    model.eval()
+        raise
     return TrainedNetwork(model, _posterior(stored, model), stored.config.get("method"), _likelihood(stored))
 
 
@@ -83,10 +81,8 @@ def read_network(path: Path) -> StoredNetwork:
     """Read a file or folder in any format that :func:`load` supports."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist.")
-    return _read_folder(path) if path.is_dir() else _read_file(path)
-
-
-def _read_folder(path: Path) -> StoredNetwork:
+    if not path.is_dir():
+        return _read_file(path)
     if (path / saved.PLAN).is_file():
         return saved.read_saved(path)
     if (path / hub.PLAN).is_file():
