@@ -7,7 +7,7 @@ units, and counts if its class builds the same shapes from an adapted configurat
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,21 @@ from shaver.structure.groups import Groups
 from shaver.structure.record import record_of, resize
 from shaver.structure.transformers_models import is_pretrained, opens, skeleton
 
-#: Group → a label that it shares with the groups that must keep as many units.
+#: Group → a label that it shares with the groups that must keep the same number of units.
 Ties = Mapping[str, str]
 
 NOT_EXPRESSED = "the model's configuration cannot express another width of it; free_widths=True removes its units too"
 
 
 def expressible(model: nn.Module, groups: Groups) -> tuple[Groups, Ties]:
-    """The groups whose widths a configuration can express, and which of them must keep as many units."""
+    """The groups whose widths a configuration can express, and which of them must keep the same number of units."""
     if not is_pretrained(model):
         return groups, {}
     ties: dict[str, str] = {}
-    for label, names in _by(groups, lambda name: f"{groups[name].kind} of {groups[name].units}").items():
+    for label, names in _by(lambda name: f"{groups[name].kind} of {groups[name].units}", groups).items():
         parts = {label: names}
         if not _expresses(model, groups, names):  # some of these widths may be of another layer type
-            parts = _by(groups, lambda name: re.sub(r"\d+", "*", name), names)
+            parts = _by(lambda name: re.sub(r"\d+", "*", name), names)
             parts = {part: members for part, members in parts.items() if _expresses(model, groups, members)}
         ties |= {name: part for part, members in parts.items() for name in members}
     if not ties:
@@ -43,7 +43,7 @@ def expressible(model: nn.Module, groups: Groups) -> tuple[Groups, Ties]:
 
 
 def evened(kept: Mapping[str, Tensor], ties: Ties) -> dict[str, Tensor]:
-    """The same choice with the first removed units back wherever a tied group keeps more."""
+    """The same choice, but a group that keeps fewer units than a tied one gets its first removed units back."""
     evened = {name: keep.clone() for name, keep in kept.items()}
     for name, label in ties.items():
         width = max(int(kept[other].sum()) for other, its in ties.items() if its == label)
@@ -52,11 +52,11 @@ def evened(kept: Mapping[str, Tensor], ties: Ties) -> dict[str, Tensor]:
     return evened
 
 
-def _by(groups: Groups, key: Callable[[str], str], names: Sequence[str] | None = None) -> dict[str, list[str]]:
+def _by(key: Callable[[str], str], names: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
-    for name in groups if names is None else names:
+    for name in names:
         found[key(name)].append(name)
-    return dict(found)
+    return found
 
 
 def _expresses(model: nn.Module, groups: Groups, names: Sequence[str]) -> bool:

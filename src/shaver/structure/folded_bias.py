@@ -6,8 +6,9 @@ at zero. A layer that reads it with weights w adds w · c to its outputs everywh
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,47 +18,36 @@ from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.structure.groups import Groups
 from shaver.structure.record import output_dim
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_Convolution, _Transposed = nn.modules.conv._ConvNd, nn.modules.conv._ConvTransposeNd
 
 
 @dataclass
 class RemovedInputs:
-    """The inputs of a layer that come from removed units, and the range of their values.
+    """The inputs of a layer that come from removed units, and the range of their values."""
 
-    Attributes:
-        name: Qualified name of the layer.
-        group: The group whose units it reads.
-        layer: The layer.
-        positions: Positions of the removed units along the weight's input dimension.
-        least: The smallest value at each removed input, over samples and positions.
-        most: The largest.
-        values: The number of values at each.
-    """
-
-    name: str
-    group: str
+    name: str  # qualified name of the layer
+    group: str  # the group whose units it reads
     layer: nn.Module
-    positions: Tensor
-    least: Tensor | None = None
-    most: Tensor | None = None
-    values: int = 0
-    _channels: Tensor = field(init=False)
+    positions: Tensor  # of the removed units along the weight's input dimension
+    least: Tensor | None = None  # the smallest value at each removed input, over samples and positions
+    most: Tensor | None = None  # the largest
+    values: int = 0  # the number of values at each
 
-    def __post_init__(self) -> None:
-        self._channels = self.positions
-        blocks = getattr(self.layer, "groups", 1)
-        if isinstance(self.layer, _CONVOLUTIONS) and blocks > 1:  # the weight counts inputs within each group
-            starts = torch.arange(blocks).unsqueeze(1) * (self.layer.in_channels // blocks)
-            self._channels = (starts + self.positions).reshape(-1)
+    @property
+    def blocks(self) -> int:
+        """Groups of a convolution: its weight counts the inputs within each of them."""
+        layer = self.layer
+        return layer.groups if isinstance(layer, _Convolution) and not isinstance(layer, _Transposed) else 1
 
     def see(self, inputs: Tensor) -> None:
         """Extend the range by the inputs of one call."""
-        feature = 1 if isinstance(self.layer, (*_CONVOLUTIONS, *_TRANSPOSED)) else -1
-        if isinstance(self.layer, (*_CONVOLUTIONS, *_TRANSPOSED)) and inputs.ndim < self.layer.weight.ndim:
-            feature = 0  # one sample without a batch dimension
-        part = inputs.detach().index_select(feature, self._channels.to(inputs.device)).movedim(feature, -1)
-        part = part.reshape(-1, len(self._channels))
+        feature = -1
+        if isinstance(self.layer, _Convolution):
+            feature = 1 if inputs.ndim == self.layer.weight.ndim else 0  # 0: one sample without a batch dimension
+        starts = torch.arange(self.blocks).unsqueeze(1) * (inputs.shape[feature] // self.blocks)
+        channels = (starts + self.positions).reshape(-1)
+        part = inputs.detach().index_select(feature, channels.to(inputs.device)).movedim(feature, -1)
+        part = part.reshape(-1, len(channels))
         least, most = part.amin(0), part.amax(0)
         self.least = least if self.least is None else torch.minimum(self.least, least)
         self.most = most if self.most is None else torch.maximum(self.most, most)
@@ -84,8 +74,7 @@ class RemovedInputs:
         heard = weights.abs().amax((0, 2)) > 0
         if not bool(heard.any()):
             return None
-        blocks = len(self._channels) // len(self.positions)
-        least, most = (t.double().reshape(blocks, -1)[:, heard] for t in (self.least, self.most))
+        least, most = (t.double().reshape(self.blocks, -1)[:, heard] for t in (self.least, self.most))
         size = torch.maximum(least.abs(), most.abs())
         if float(size.max()) == 0:
             return None
@@ -95,22 +84,23 @@ class RemovedInputs:
                 f"{float(least.min()):.3g} to {float(most.max()):.3g}), so they are not masked; mask=True masks them."
             )
         self._check_foldable()
-        value = (least + most) / 2
-        by_output = value.repeat_interleave(len(weights) // blocks, 0)  # (outputs, heard)
+        by_output = ((least + most) / 2).repeat_interleave(len(weights) // self.blocks, 0)  # (outputs, heard)
         return (weights[:, heard].sum(2) * by_output).sum(1)
 
     def _check_foldable(self) -> None:
         what = f"the removed units of group {self.group!r} give {self.name!r} a constant that is not zero"
         if self.values < 2:
             raise ValueError(f"{what}, as far as one sample shows; pass an example with two samples or more.")
-        if isinstance(self.layer, _TRANSPOSED):
+        if isinstance(self.layer, _Transposed):
             raise ValueError(
                 f"{what}, and a transposed convolution does not spread it evenly; mask=True leaves it out."
             )
-        padding = getattr(self.layer, "padding", 0)
-        kernel = getattr(self.layer, "kernel_size", ())
-        padded = any(n > 1 for n in kernel) if padding == "same" else padding != "valid" and any(_numbers(padding))
-        if isinstance(self.layer, _CONVOLUTIONS) and padded and self.layer.padding_mode == "zeros":
+        if not isinstance(self.layer, _Convolution) or self.layer.padding_mode != "zeros":
+            return
+        padding = self.layer.padding
+        if padding == "same":
+            padding = tuple(size - 1 for size in self.layer.kernel_size)
+        if padding != "valid" and any(padding):
             raise ValueError(
                 f"{what}, and its zero padding makes that another constant at the border, which no bias can give; "
                 "mask=True leaves the constant out, padding_mode='replicate' would make it foldable."
@@ -126,7 +116,7 @@ def readers_of(model: nn.Module, groups: Groups, kept: Mapping[str, Tensor]) -> 
             if piece.role != "reads" or own != "weight":
                 continue
             layer = model.get_submodule(owner)
-            known = isinstance(layer, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)) or is_transposed_linear(layer)
+            known = isinstance(layer, nn.Linear | _Convolution) or is_transposed_linear(layer)
             if known and piece.dim == 1 - output_dim(layer):
                 found.append(RemovedInputs(owner, name, layer, piece.index[~keep.cpu()].reshape(-1)))
     return found
@@ -136,37 +126,27 @@ def readers_of(model: nn.Module, groups: Groups, kept: Mapping[str, Tensor]) -> 
 def recording(readers: list[RemovedInputs]) -> Iterator[None]:
     """Inside the block, the readers record what their layers receive."""
 
-    def hook(reader: RemovedInputs) -> Any:
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            reader.see(args[0] if args else next(iter(kwargs.values())))
+    def see(reader: RemovedInputs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        reader.see(args[0] if args else next(iter(kwargs.values())))
 
-        return see
-
-    handles = [reader.layer.register_forward_pre_hook(hook(reader), with_kwargs=True) for reader in readers]
-    try:
+    with ExitStack() as hooks:
+        for reader in readers:
+            hooks.callback(reader.layer.register_forward_pre_hook(partial(see, reader), with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def folded_biases(readers: list[RemovedInputs], tolerance: float) -> dict[str, Tensor]:
     """Bias name → its new values, of the layer's full width, for the readers that receive a constant."""
     added: dict[str, Tensor] = {}
-    layers: dict[str, nn.Module] = {}
+    layers: dict[str, Any] = {}
     for reader in readers:
         constant = reader.constant(tolerance)
         if constant is not None and math.isfinite(float(constant.sum())):
             name = f"{reader.name}.bias".removeprefix(".")
             added[name] = added[name] + constant if name in added else constant
             layers[name] = reader.layer
-    biases = {}
     for name, constant in added.items():
-        old, weight = layers[name].bias, layers[name].weight
-        assert isinstance(weight, Tensor)
-        biases[name] = (constant if old is None else constant + old.detach().double()).to(weight.dtype)  # type: ignore[operator]
-    return biases
-
-
-def _numbers(padding: int | tuple[int, ...]) -> tuple[int, ...]:
-    return padding if isinstance(padding, tuple) else (padding,)
+        old = layers[name].bias
+        whole = constant if old is None else constant + old.detach().double()
+        added[name] = whole.to(layers[name].weight.dtype)
+    return added

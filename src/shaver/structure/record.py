@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.selection import Selection, take
-from shaver.structure.adapters import refit_adapters
 from shaver.structure.groups import Groups, Kept, remaining, tensors_of
 from shaver.structure.surgery import adjust
-from shaver.structure.transformers_models import refit_config
+from shaver.structure.transformers_models import refit_adapters, refit_config
 
 #: Where a compact network keeps its record: an ordinary attribute, so that copies of the network have it too.
 _ATTRIBUTE = "shaver_removed"
@@ -99,12 +98,11 @@ def record_of(model: nn.Module, groups: Groups, kept: Kept) -> RemovalRecord:
 
 def removal_record(model: nn.Module) -> RemovalRecord | None:
     """What was removed from a network, or from submodules of it; None for one that is whole."""
-    records = [(name, vars(module)[_ATTRIBUTE]) for name, module in model.named_modules() if _ATTRIBUTE in vars(module)]
-    if not records:
-        return None
-    total = RemovalRecord()
-    for name, record in reversed(records):  # a part that was compacted before it became one comes first
-        total = total.then(record.under(name))
+    total: RemovalRecord | None = None
+    for name, module in reversed(list(model.named_modules())):  # a part that was compacted before it became one first
+        if _ATTRIBUTE in vars(module):
+            record = vars(module)[_ATTRIBUTE].under(name)
+            total = record if total is None else total.then(record)
     return total
 
 
@@ -126,7 +124,7 @@ def shapes_after(model: nn.Module, record: RemovalRecord) -> dict[str, tuple[tor
                 f"{tuple(tensors[name].shape)}."
             )
     for name in record.biases:
-        weight = f"{name.rpartition('.')[0]}.weight".removeprefix(".")
+        weight = weight_beside(name)
         if weight not in found or tensors.get(name) is not None:
             raise ValueError(f"the record adds {name!r}, which does not fit {type(model).__name__}.")
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -142,12 +140,7 @@ def resize(model: nn.Module, record: RemovalRecord) -> None:
     shapes_after(model, record)
     tensors = tensors_of(model)
     kept = under_all_names(tensors, record.kept)
-    done: set[int] = set()
-    for name in kept:
-        tensor = tensors[name]
-        if id(tensor) in done:
-            continue
-        done.add(id(tensor))
+    for tensor, name in {tensors[name]: name for name in kept}.items():  # a tied tensor once
         gradient = tensor.grad if tensor.is_leaf else None
         tensor.grad = None
         _replace(tensor, take(tensor.detach(), kept[name]))
@@ -168,8 +161,12 @@ def resize(model: nn.Module, record: RemovalRecord) -> None:
 
 def output_dim(layer: nn.Module) -> int:
     """The dimension of a layer's weight along which its outputs lie."""
-    transposed = isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
-    return 1 if transposed or is_transposed_linear(layer) else 0
+    return 1 if isinstance(layer, nn.modules.conv._ConvTransposeNd) or is_transposed_linear(layer) else 0
+
+
+def weight_beside(bias: str) -> str:
+    """The name of the weight in the layer of a bias."""
+    return bias.removesuffix("bias") + "weight"
 
 
 def _replace(tensor: Tensor, values: Tensor) -> None:
@@ -199,13 +196,9 @@ def under_all_names(tensors: Mapping[str, Tensor], kept: Selection) -> dict[str,
 
 
 def _to_ranges(positions: Tensor) -> str:
-    runs: list[list[int]] = []
-    for position in positions.tolist():
-        if runs and position == runs[-1][1] + 1:
-            runs[-1][1] = position
-        else:
-            runs.append([position, position])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    breaks = (positions.diff() != 1).nonzero().flatten() + 1
+    runs = [run.tolist() for run in positions.tensor_split(breaks.tolist())]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _from_ranges(text: str) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from shaver.batches import Forward, check_values, tensors_in
 from shaver.curvature.capture import copied, undisturbed
@@ -20,8 +20,8 @@ from shaver.selection import take
 from shaver.structure.folded_bias import folded_biases, readers_of, recording
 from shaver.structure.groups import Groups, Kept, check_groups, mask_units, tensors_of
 from shaver.structure.inputs import VariedInputs, check_example
-from shaver.structure.record import RemovalRecord, output_dim, record_of, resize
-from shaver.structure.training_state import TrainingState
+from shaver.structure.record import RemovalRecord, output_dim, record_of, resize, weight_beside
+from shaver.structure.training_state import sliced_training_state
 
 if TYPE_CHECKING:
     from shaver.spam import SpaM
@@ -106,26 +106,21 @@ def remove_units(
     for name, keep in kept.items():
         if not bool(keep.any()):
             raise ValueError(f"kept[{name!r}] keeps none of {groups[name].units} units; a layer needs at least one.")
-    several = optimizer if isinstance(optimizer, list | tuple) else () if optimizer is None else [optimizer]
-    optimizers = [one for one in several if isinstance(one, Optimizer)]
-    if len(optimizers) < len(several):
+    single = optimizer is not None and not isinstance(optimizer, list | tuple)
+    optimizers: Sequence[Any] = [optimizer] if single else optimizer or ()  # type: ignore[assignment]
+    if not all(isinstance(one, Optimizer) for one in optimizers):
         raise TypeError(f"optimizer takes one torch.optim.Optimizer or several, not {optimizer!r}.")
     if not in_place and (optimizers or spam is not None or hold is not None):
         raise ValueError("an optimizer, SpaM or held masks belong to the network itself: pass in_place=True with them.")
     kept = {name: keep for name, keep in kept.items() if not bool(keep.all())}
-    trial = _Trial(model, groups, kept, example, forward or call, mask, tolerance)
-    small = trial.passed()
-    target = small.model
-    if in_place:
-        state = TrainingState(model, small.record, optimizers, spam, hold)
-        state.slice()
+    small = _Trial(model, groups, kept, example, forward or call, mask, tolerance).passed()
+    if not in_place:
+        return small
+    with sliced_training_state(model, small.record, optimizers, spam, hold), torch.no_grad():
         resize(model, small.record)
-        with torch.no_grad():
-            for name in small.folded:
-                model.get_parameter(name).copy_(small.model.get_parameter(name))
-        state.put()
-        target = model
-    return Removal(target, small.record, small.difference, small.folded)
+        for name in small.folded:
+            model.get_parameter(name).copy_(small.model.get_parameter(name))
+    return replace(small, model=model)
 
 
 class _Trial:
@@ -151,7 +146,12 @@ class _Trial:
 
     def passed(self) -> Removal:
         """The small network, or an error that says where it differs."""
-        self.run_whole()
+        name = type(self.model).__name__
+        try:  # so that a wrong example is not mistaken for a wrong removal
+            with undisturbed(self.model), torch.no_grad():
+                self.forward(self.model, self.inputs[0])
+        except Exception as error:  # whatever the user's network raises
+            raise ValueError(f"{name} does not run on the example: {_first_line(error)}.") from error
         self.inputs += [*self.varied.draws(DRAWS), *self.varied.sequences()]
         try:
             small = self.attempt(self.kept, self.dtype)
@@ -164,17 +164,7 @@ class _Trial:
             )
         except (CompactionError, RuntimeError, IndexError, TypeError, ValueError) as error:
             reason = _first_line(error)
-        name = type(self.model).__name__
         raise CompactionError(f"{name} cannot be made smaller like this: {reason}.{self.blame()}") from None
-
-    def run_whole(self) -> None:
-        """Run the network as it is, so that a wrong example is not mistaken for a wrong removal."""
-        try:
-            with undisturbed(self.model), torch.no_grad():
-                self.forward(self.model, self.inputs[0])
-        except Exception as error:  # whatever the user's network raises
-            name = type(self.model).__name__
-            raise ValueError(f"{name} does not run on the example: {_first_line(error)}.") from error
 
     def limit(self, dtype: torch.dtype) -> float:
         """The largest difference allowed."""
@@ -191,7 +181,8 @@ class _Trial:
         """Mask, measure, slice and fold a copy, in some precision."""
         copy, inputs = deepcopy(self.model), self.inputs
         if dtype != self.dtype:
-            copy, inputs = copy.to(dtype), [tree_map(lambda v: _in(dtype, v), batch) for batch in inputs]
+            copy = copy.to(dtype)
+            inputs = [tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, b) for b in inputs]
         self.copy = copy
         if self.mask:
             mask_units(copy, self.groups, kept).apply_(copy)
@@ -202,12 +193,11 @@ class _Trial:
         new = tuple(name for name in biases if name not in tensors_of(copy))
         record = replace(record_of(copy, self.groups, kept), biases=new)
         resize(copy, record)
-        for name, values in biases.items():
-            owner = name.rpartition(".")[0]
-            rows = record.kept.get(f"{owner}.weight".removeprefix("."), {}).get(output_dim(copy.get_submodule(owner)))
-            with torch.no_grad():
-                copy.get_parameter(name).copy_(take(values, None if rows is None else {0: rows}))
         with undisturbed(copy), torch.no_grad():
+            for name, values in biases.items():
+                layer = copy.get_submodule(name.rpartition(".")[0])
+                rows = record.kept.get(weight_beside(name), {}).get(output_dim(layer))
+                copy.get_parameter(name).copy_(values if rows is None else take(values, {0: rows}))
             found = [_outputs(self.forward(copy, batch)) for batch in inputs]
         difference = max(_difference(*pair) for pair in zip(expected, found, strict=True))
         return Removal(copy, record, difference, tuple(biases))
@@ -256,16 +246,12 @@ def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
         )
     worst = 0.0
     for a, b in zip(expected, found, strict=True):
-        difference = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-        size = float(a.double().abs().max()) if a.numel() else 1.0
-        worst = max(worst, difference / size if size else difference)
-        if math.isnan(difference):
-            return math.inf
+        if a.numel():
+            difference = float((a.double() - b.double()).abs().max())
+            if math.isnan(difference):
+                return math.inf
+            worst = max(worst, difference / (float(a.double().abs().max()) or 1.0))
     return worst
-
-
-def _in(dtype: torch.dtype, value: Any) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _first_line(error: Exception) -> str:

@@ -1,5 +1,6 @@
-"""Models of the transformers library after compaction: the attributes of their modules, and their configuration."""
+"""Models of the transformers library after compaction: module attributes, configuration, and low-rank adapters."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
@@ -16,24 +17,21 @@ _WIDTH = ("attention_head_size", "head_dim", "key_value_proj_dim")
 _QUERY, _KEY = ("query", "q_proj", "q_lin", "q", "q_attn"), ("key", "k_proj", "k_lin", "k")
 _PACKED = ("c_attn", "query_key_value", "qkv_proj", "qkv")
 _HEADS, _TOTAL = ("num_attention_heads", "num_heads", "n_heads", "n_head"), ("all_head_size", "inner_dim", "split_size")
-_KEY_HEADS, _GROUPS = ("num_key_value_heads", "num_kv_heads"), "num_key_value_groups"
+_KEY_HEADS, _GROUPS = ("num_key_value_heads", "num_kv_heads"), ("num_key_value_groups",)
 _HIDDEN = ("intermediate_size", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner")
 
 
 def rule_of(name: str) -> Callable[[Any, Selection], None] | None:
     """The rule for a module of the library, by the name of its class."""
-    if name.endswith("Attention"):
-        return _attention
-    return _mlp if name.endswith("MLP") else None
+    return _attention if name.endswith("Attention") else _mlp if name.endswith("MLP") else None
 
 
 def heads_of(module: nn.Module) -> tuple[int, int, int] | None:
     """Heads, key-value heads and head width of an attention module; the library's models name these differently."""
     width = next((getattr(module, name) for name in _WIDTH if isinstance(getattr(module, name, None), int)), None)
     query, key = _outputs(module, _QUERY), _outputs(module, _KEY)
-    if query is None:
-        packed = _outputs(module, _PACKED)
-        query = packed // 3 if packed is not None else None
+    if query is None and (packed := _outputs(module, _PACKED)) is not None:
+        query = packed // 3
     if width is None or query is None:
         return None
     return query // width, (key or query) // width, width
@@ -44,19 +42,16 @@ def _attention(module: nn.Module, kept: Selection) -> None:
     if found is None:
         return
     heads, key_heads, width = found
-    for name in _HEADS:
-        _set(module, name, heads)
-    for name in _TOTAL:
-        _set(module, name, heads * width)
-    for name in _KEY_HEADS:
-        _set(module, name, key_heads)
+    _set(module, _HEADS, heads)
+    _set(module, _TOTAL, heads * width)
+    _set(module, _KEY_HEADS, key_heads)
     _set(module, _GROUPS, heads // key_heads)
 
 
 def _mlp(module: nn.Module, kept: Selection) -> None:
     hidden = _outputs(module, ("up_proj", "gate_proj", "fc1", "c_fc", "dense_h_to_4h"))
     if hidden is not None:
-        _set(module, "intermediate_size", hidden)
+        _set(module, ("intermediate_size",), hidden)
 
 
 def _outputs(module: nn.Module, names: tuple[str, ...]) -> int | None:
@@ -69,10 +64,11 @@ def _outputs(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _set(module: nn.Module, name: str, value: int) -> None:
-    """Set an attribute that exists; a property follows by itself."""
-    if name in vars(module):
-        setattr(module, name, value)
+def _set(module: nn.Module, names: tuple[str, ...], value: int) -> None:
+    """Set the attributes of these names that exist; a property follows by itself."""
+    for name in names:
+        if name in vars(module):
+            setattr(module, name, value)
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -92,9 +88,7 @@ def refit_config(model: nn.Module, shapes: Mapping[str, torch.Size], kept: Selec
         return
     old: Any = model.config
     config = next((one for one in _configs(model, shapes, kept) if _like(model, one) is not None), None)
-    owned = [
-        vars(module).get("config") for module in model.modules()
-    ]  # kept alive, so that every id stays one object's
+    owned = [vars(module).get("config") for module in model.modules()]  # kept alive, so that ids stay distinct
     new: dict[int, Any] = {} if config is None else {id(old): config}
     for module, own in zip(model.modules(), owned, strict=True):
         if config is not None and own is not None:
@@ -177,3 +171,31 @@ def _like(model: nn.Module, config: Any) -> nn.Module | None:
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def refit_adapters(model: nn.Module) -> None:
+    """Give every low-rank adapter (LoRA) of the peft library, and its configuration, the ranks of its matrices.
+
+    Nothing is imported from peft: its layers are known by their attributes. The scale of an update
+    (``lora_alpha / r``) stays what it was. peft's ``rank_pattern`` and ``alpha_pattern`` name the layers whose rank
+    differs from the configured one, so ``PeftModel.from_pretrained`` opens what ``save_pretrained`` writes.
+    """
+    for holder in model.modules():
+        configs: Any = vars(holder).get("peft_config")
+        if not isinstance(configs, dict):
+            continue
+        inner: Any = getattr(holder, "model", holder)
+        for path, layer in inner.named_modules():
+            matrices: Any = getattr(layer, "lora_A", None)
+            if not isinstance(matrices, nn.ModuleDict):
+                continue
+            for name, matrix in matrices.items():
+                weight: Any = matrix.weight
+                rank, config = len(weight), configs.get(name)
+                if config is None or layer.r[name] == rank:
+                    continue
+                layer.r[name] = rank
+                scale = layer.scaling[name] * (math.sqrt(rank) if config.use_rslora else rank)
+                layer.lora_alpha[name] = scale
+                config.rank_pattern = {**config.rank_pattern, path: rank}
+                config.alpha_pattern = {**config.alpha_pattern, path: scale}
