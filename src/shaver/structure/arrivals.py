@@ -31,9 +31,8 @@ class Arrivals:
         """Layer → (channels, nodes it reaches): where each channel arrives."""
         tables = self._decoded(layers, more=False)
         # Where several channels seem to arrive at one node, a longer code tells which of them do.
-        unclear = [
-            layer for layer, table in tables.items() if (table.sum(0) > 1).any() and code(layer.width, more=True)
-        ]
+        several = [layer for layer, table in tables.items() if (table.sum(0) > 1).any()]
+        unclear = [layer for layer in several if code(layer.width, more=True)]
         for layer, table in self._decoded(unclear, more=True).items():
             tables[layer] &= table
         return tables
@@ -73,28 +72,28 @@ class Arrivals:
         probe = self.probe
         several = sum((seen.reached.int() for seen in self.reach.values()), torch.zeros(probe.size).int()) > 1
         silenced = torch.zeros(probe.size, dtype=torch.bool)
+        after = [axis for layer in probe.order if layer.sort != "dense" for axis in layer.makes]
         for layer in self.sources:
             here = self.reach[layer].reached
             if not (here & several).any():
                 continue
             mute = [Change(layer, everything(layer.width), "zero")]
             # A norm or grouped convolution that follows only this layer would still send its shift.
-            mute += [Change(axis, everything(size), "zero") for axis, size in self._behind(here & ~several)]
-            quiet = probe.run(mute, real=True, keep=True)
-            if quiet.failed:
-                continue
-            others = [Change(other, everything(other.width), "sway") for other in self.free if other is not layer]
-            moved = probe.turns([*mute, *others], reference=quiet, real=True).reached
-            silenced |= here & ~moved
+            alone = here & ~several
+            behind = [axis for axis in after if alone[probe.range_of(axis)].all()]
+            mute += [Change(axis, everything(probe.nodes[axis][1]), "zero") for axis in behind]
+            moved = self._moved(mute, [other for other in self.free if other is not layer])
+            if moved is not None:
+                silenced |= here & ~moved
         return several & ~silenced
 
-    def _behind(self, nodes: Tensor) -> list[tuple[Axis, int]]:
-        axes = []
-        for layer in self.probe.order:
-            for axis in layer.makes if layer.sort != "dense" else ():
-                if nodes[self.probe.range_of(axis)].all():
-                    axes.append((axis, self.probe.nodes[axis][1]))
-        return axes
+    def _moved(self, mute: list[Change], others: list[Layer], batch: object = None) -> Tensor | None:
+        """The nodes that inputs and other layers still change while some units are zero; None if the model fails."""
+        quiet = self.probe.run(mute, real=True, keep=True)
+        if quiet.failed:
+            return None
+        sway = [Change(layer, everything(layer.width), "sway") for layer in others]
+        return self.probe.turns([*mute, *sway], reference=quiet, batch=batch, real=True).reached
 
     def silent(self, groups: list[Group], batch: object) -> list[bool]:
         """For each group, whether its units are silent when they are zero, whatever inputs and other layers do."""
@@ -106,16 +105,10 @@ class Arrivals:
         # A layer that answers from memory is silenced at its output.
         at_layers = {axis for layer in self.sources for axis in layer.makes}
         mute = [Change(axis, mask, "zero") for axis, mask in makes.items() if axis not in at_layers]
-        others = []
-        for layer in self.sources:
-            if layer.makes[0] in makes:
-                mute.append(Change(layer, makes[layer.makes[0]], "zero"))
-            elif layer in self.free:
-                others.append(Change(layer, everything(layer.width), "sway"))
-        quiet = self.probe.run(mute, real=True, keep=True)
-        if quiet.failed:
+        mute += [Change(layer, makes[layer.makes[0]], "zero") for layer in self.sources if layer.makes[0] in makes]
+        moved = self._moved(mute, [layer for layer in self.free if layer.makes[0] not in makes], batch)
+        if moved is None:
             return [False] * len(groups)
-        moved = self.probe.turns([*mute, *others], reference=quiet, batch=batch, real=True).reached
         return [
             not any(
                 moved[self.probe.range_of((piece.tensor, piece.dim))][piece.index].any()
@@ -131,25 +124,21 @@ def code(channels: int, *, more: bool = False) -> list[list[Tensor]]:
 
     The radices are the prime factors of ``channels``. Channels in even blocks, such as those of a head, share some
     digits and take all values of the others if the size of the block is a product of the first radices; so the factors
-    are used in several orders. Numbers with a large prime factor are written in binary.
+    are used in several orders. Numbers with a large prime factor are written in binary. ``more`` gives only the further
+    orders with which every divisor of ``channels`` is the size of a block.
 
     Example:
         >>> [[mask.int().tolist() for mask in digit] for digit in code(4)]
         [[[1, 0, 1, 0], [0, 1, 0, 1]], [[1, 1, 0, 0], [0, 0, 1, 1]]]
-
-    Args:
-        channels: The number of channels.
-        more: Only the further orders with which every divisor of ``channels`` is the size of a block.
     """
     factors = _factors(channels)
-    usual = [tuple(factors), tuple(reversed(factors))]
-    orders = dict.fromkeys(usual)
+    orders = [tuple(factors), tuple(reversed(factors))]
     if factors and factors[-1] > 64:
-        orders = {} if more else {(2,) * math.ceil(math.log2(channels)): None}
+        orders = [] if more else [(2,) * math.ceil(math.log2(channels))]
     elif more:
-        orders = dict.fromkeys(order for order in _chains(channels) if order not in usual)
+        orders = [order for order in _chains(channels) if order not in orders]
     digits = []
-    for order in orders:
+    for order in dict.fromkeys(orders):
         rest = torch.arange(channels)
         for radix in order:
             digits.append([rest % radix == value for value in range(radix)])
@@ -160,12 +149,9 @@ def code(channels: int, *, more: bool = False) -> list[list[Tensor]]:
 def decode(digits: Sequence[Sequence[Tensor]], hits: Sequence[Sequence[Tensor]]) -> Tensor:
     """``(channels, positions)``: which channels may arrive at which positions.
 
-    Exact for positions that are reached by one channel, by an even block whose size the code knows, or by all; for
-    other sets of channels the result may contain more channels, never fewer.
-
-    Args:
-        digits: From :func:`code`.
-        hits: For every mask in ``digits``, the positions that were reached when its channels were changed.
+    ``digits`` come from :func:`code`; ``hits`` has, for every mask in them, the positions that were reached when its
+    channels were changed. The result is exact for positions that are reached by one channel, by an even block whose
+    size the code knows, or by all. For other sets of channels it may contain more channels, never fewer.
     """
     # Positions with the same answers, such as the tensors of one norm, are decoded once.
     answers = torch.stack([hit for reached in hits for hit in reached])
@@ -182,15 +168,13 @@ def decode(digits: Sequence[Sequence[Tensor]], hits: Sequence[Sequence[Tensor]])
 
 def _factors(number: int) -> list[int]:
     factors, prime = [], 2
-    while number > 1:
-        while number % prime == 0:
+    while prime * prime <= number:
+        if number % prime:
+            prime += 1
+        else:
             factors.append(prime)
             number //= prime
-        prime += 1
-        if prime * prime > number > 1:
-            factors.append(number)
-            break
-    return sorted(factors)
+    return [*factors, number] if number > 1 else factors
 
 
 def _chains(number: int) -> list[tuple[int, ...]]:

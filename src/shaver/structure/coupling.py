@@ -37,8 +37,7 @@ class Coupling:
         self.labels = components(torch.cat(edges, 1) if edges else torch.zeros(2, 0, dtype=torch.long), probe.size)
         self._forbid(self.labels[self.frozen], TIED)
         for layer in live:
-            self._all_read(layer)
-            self._evenly_read(layer)
+            self._check_readers(layer)
         self._raw_tensors(live)
 
     def _freeze(self, residual: bool) -> None:
@@ -52,13 +51,13 @@ class Coupling:
                 self._leave_out(layer, RESIDUAL)
             elif not seen.reached.any():
                 self._leave_out(layer, "no layer reads what it makes")
-        growing = True
-        while growing:
-            growing = False
-            for layer, seen in self.reach.items():
-                if layer.name not in self.left_out and (seen.reached & self.frozen).any():
-                    self._leave_out(layer, TIED)
-                    growing = True
+        while tied := [
+            layer
+            for layer, seen in self.reach.items()
+            if layer.name not in self.left_out and (seen.reached & self.frozen).any()
+        ]:
+            for layer in tied:
+                self._leave_out(layer, TIED)
 
     def _leave_out(self, layer: Layer, reason: str) -> None:
         self.left_out[layer.name] = reason
@@ -66,17 +65,15 @@ class Coupling:
         for axis in layer.makes:
             self.frozen[self.probe.range_of(axis)] = True
 
-    def _all_read(self, layer: Layer) -> None:
-        """Leave a layer out if some of its channels arrive nowhere: they may for other data."""
+    def _check_readers(self, layer: Layer) -> None:
+        """Leave a layer out if some of its channels arrive nowhere (they may for other data), or unevenly.
+
+        Channels may be read unevenly, as where code drops a part of some maps; but then every position of the reader
+        must belong to some layer.
+        """
         own = self.labels[self.probe.range_of(layer.makes[0])]
         if not torch.isin(own, self.labels[self.reach[layer].reached]).all():
             self._forbid(own, "some of its outputs do not arrive at any layer")
-
-    def _evenly_read(self, layer: Layer) -> None:
-        """Leave a layer out if its channels are read unevenly and some positions of the reader are reached by nobody.
-
-        Channels may differ, as where code drops a part of some maps; but then every position belongs to some layer.
-        """
         own = self.labels[self.probe.range_of(layer.makes[0])]
         for reader in self.probe.order:
             for axis in reader.reads:

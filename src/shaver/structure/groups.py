@@ -136,9 +136,8 @@ class Groups(Mapping[str, Group]):
         for name, keep in kept.items():
             units = self[check_name("group", name, self)].units
             if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != (units,):
-                given = (
-                    f"a {keep.dtype} tensor of shape {tuple(keep.shape)}" if isinstance(keep, Tensor) else repr(keep)
-                )
+                is_tensor = isinstance(keep, Tensor)
+                given = f"a {keep.dtype} tensor of shape {tuple(keep.shape)}" if is_tensor else repr(keep)
                 raise ValueError(f"kept[{name!r}] takes one truth value for each of its {units} units, not {given}.")
 
 
@@ -152,19 +151,13 @@ def check_groups(groups: object, model: nn.Module) -> Groups:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers; tied ones appear under each of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def remaining(groups: Groups, kept: Kept, sizes: Mapping[str, torch.Size]) -> dict[str, dict[int, Tensor]]:
     """Tensor → dimension → the positions that stay; tensors that lose nothing are absent.
 
-    Args:
-        groups: Of the model.
-        kept: Group → one truth value per unit; groups that are absent stay whole.
-        sizes: The shapes of the model's parameters and buffers.
+    ``sizes`` has the shapes of the model's parameters and buffers.
     """
     staying: dict[str, dict[int, Tensor]] = {}
     for name, keep in kept.items():
@@ -185,10 +178,7 @@ def mask_units(model: nn.Module, groups: Groups, kept: Kept) -> Masks:
         >>> masks = mask_units(model, groups, choice.kept)
         >>> masks.apply_(model)
 
-    Args:
-        model: The network; not changed.
-        groups: Its groups.
-        kept: Group → one truth value per unit; groups that are absent stay whole.
+    The model is not changed. Groups that are absent in ``kept`` stay whole.
 
     Raises:
         ValueError: A group is unknown, or has another number of units.
@@ -207,30 +197,22 @@ def mask_units(model: nn.Module, groups: Groups, kept: Kept) -> Masks:
 
 
 def kept_units(groups: Groups, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The units that masks leave something of: the inverse of :func:`mask_units`.
+    """The units of which masks keep something: the inverse of :func:`mask_units`.
 
     Example:
         >>> kept = kept_units(groups, history.masks)
         >>> alive = kept_units(groups, {name: p != 0 for name, p in model.named_parameters()})
 
     A unit counts as removed where all that makes it, or all that reads it, is masked: either way it does nothing.
-
-    Args:
-        groups: Of the model.
-        masks: Parameter → where it is kept; parameters without a mask are kept.
+    Parameters without a mask are kept.
     """
     kept = {}
     for name, group in groups.items():
-        alive = {role: torch.zeros(group.units, dtype=torch.bool) for role in ("makes", "reads")}
-        known = dict.fromkeys(alive, False)
+        alive: dict[str, Tensor] = {}  # for each role, the units of which something is kept
         for piece in group.slices:
             if piece.tensor in masks:
-                mask = masks[piece.tensor].cpu().transpose(0, piece.dim)
-                along = mask.flatten(1).any(1) if mask.ndim > 1 else mask
-                alive[piece.role] |= along[piece.index].any(1)
-                known[piece.role] = True
-        kept[name] = torch.ones(group.units, dtype=torch.bool)
-        for role in alive:
-            if known[role]:
-                kept[name] &= alive[role]
+                mask = masks[piece.tensor].cpu().movedim(piece.dim, 0)
+                here = mask.reshape(len(mask), -1).any(1)[piece.index].any(1)
+                alive[piece.role] = alive.get(piece.role, here) | here
+        kept[name] = torch.stack([torch.ones(group.units, dtype=torch.bool), *alive.values()]).all(0)
     return kept

@@ -6,12 +6,13 @@ embedding that reads them. Masks stay as they are. Dimensions of size 1 are leng
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from shaver.batches import LABELS, Forward, tensors_in
 from shaver.curvature.capture import copied, undisturbed
@@ -43,12 +44,11 @@ def short(example: Any, samples: int = _SAMPLES) -> Any:
     """The example with another number of samples, cyclically; entries of another length stay as they are."""
     size = next((len(value) for value in tensors_in(example) if value.ndim), 0)
 
-    def one(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != size or not size:
-            return value
-        return value[torch.arange(samples, device=value.device) % size]
+    def one(value: Tensor) -> Tensor:
+        fits = value.ndim and size and len(value) == size
+        return value[torch.arange(samples, device=value.device) % size] if fits else value
 
-    return tree_map(one, example)
+    return tree_map_only(Tensor, one, example)
 
 
 class VariedInputs:
@@ -63,11 +63,11 @@ class VariedInputs:
             if self._accepts(larger) == self._finite:
                 self._base = larger
 
-    def draw(self, seed: int) -> Any | None:
-        """Another input, or None where the network refuses everything but the example itself."""
+    def draw(self, seed: int, base: Any = None) -> Any | None:
+        """Another input like ``base``, or None where the network refuses everything but the example itself."""
         generator = torch.Generator().manual_seed(seed)
+        leaves, form = tree_flatten_with_path(self._base if base is None else base)
         for way in (_within, _shuffled):
-            leaves, form = tree_flatten_with_path(self._base)
             batch = tree_unflatten([self._other(path, value, way, generator) for path, value in leaves], form)
             if self._accepts(batch) == self._finite:
                 return batch
@@ -87,11 +87,13 @@ class VariedInputs:
         most = max((value.ndim for value in tensors_in(self._base)), default=0)
         if not 0 < most < 3:
             return []
-        base, found = self._base, None
+
+        def positions(length: int, value: Tensor) -> Tensor:
+            return value.unsqueeze(1).repeat_interleave(length, 1) if value.ndim == most else value
+
+        found = None
         for length in (_LENGTH + 2, _LENGTH):
-            self._base = tree_map(lambda value, length=length: _with_positions(value, most, length), base)
-            found = self.draw(0)
-            self._base = base
+            found = self.draw(0, tree_map_only(Tensor, partial(positions, length), self._base))
             if found is None:
                 return []
         return [found]
@@ -143,15 +145,13 @@ class VariedInputs:
         """The example with more samples, then also with each dimension of size 1 made longer."""
         yield short(example, _SAMPLES)
         most = max((value.ndim for value in tensors_in(example)), default=0)
+
+        def longer(dim: int, value: Tensor) -> Tensor:
+            return value.repeat_interleave(_LENGTH, dim) if value.ndim > dim and value.shape[dim] == 1 else value
+
         for dim in range(1, most):
-            if not any(value.ndim > dim and value.shape[dim] == 1 for value in tensors_in(self._base)):
-                continue
-
-            def longer(value: Any, dim: int = dim) -> Any:
-                is_short = isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == 1
-                return value.repeat_interleave(_LENGTH, dim) if is_short else value
-
-            yield tree_map(longer, self._base)
+            if any(value.ndim > dim and value.shape[dim] == 1 for value in tensors_in(self._base)):
+                yield tree_map_only(Tensor, partial(longer, dim), self._base)
 
 
 class _Lookups(TorchFunctionMode):
@@ -167,12 +167,6 @@ class _Lookups(TorchFunctionMode):
             weight, index = sorted(args[:2], key=lambda value: not value.is_floating_point())
             self.found.append((index, len(weight)))
         return func(*args, **(kwargs or {}))
-
-
-def _with_positions(value: Any, ndim: int, length: int) -> Any:
-    if not isinstance(value, Tensor) or value.ndim != ndim:
-        return value
-    return value.unsqueeze(1).repeat_interleave(length, 1)
 
 
 def _within(value: Tensor, generator: torch.Generator) -> Tensor:

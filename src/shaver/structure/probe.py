@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from shaver.curvature.capture import copied
 from shaver.structure.groups import tensors_of
 from shaver.structure.layers import Axis, Layer, layers_of
 
@@ -60,7 +62,6 @@ class Probe:
     """A model whose layers answer from memory while the ``with`` block lasts."""
 
     def __init__(self, model: nn.Module, forward: Callable[[Any], Tensor], batch: Any, seconds: float) -> None:
-        self.model = model
         self._known, self.left_out = layers_of(model)  # left out: layers that cannot be probed, and why
         self.order: list[Layer] = []  # in which the model calls its layers
         self.tensors = tensors_of(model)
@@ -96,7 +97,7 @@ class Probe:
 
     def __enter__(self) -> "Probe":
         for layer in self._known:
-            self._patched.enter_context(_answering(layer.module, self._wrap(layer)))
+            self._patched.enter_context(_answering(layer.module, partial(self._answer, layer)))
         # The fused encoder layer of torch does not call the layers inside it.
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -197,58 +198,49 @@ class Probe:
             for name, data in kept.items():
                 self.tensors[name].data = data
 
-    def _wrap(self, layer: Layer) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if time.monotonic() > self._deadline:
-                    raise TimeoutError(
-                        f"the search for groups took longer than seconds={self._seconds:g} and stopped in layer "
-                        f"{layer.name!r}, forward pass {self._passes}; allow more seconds=, or pass a smaller example."
-                    )
-                key = (layer.name, self._calls[layer.name])
-                self._calls[layer.name] += 1
-                if self._reference is None and layer not in self.order:
-                    self.order.append(layer)
-                if layer.sort == "norm":
-                    return self._received(layer, key, [original(*args, **kwargs)])[0]
-                inputs = self._received(layer, key, _arrivals(layer, args, kwargs))
-                # An expert to which other tokens are routed than in the clean pass has no answer of that shape.
-                known = key in self._answers and inputs[0].shape == self.clean.seen[key][0].shape
-                if self._reference is None or (layer.sort == "grouped" and (self._real or not known)):
-                    answer = original(*args, **kwargs)
-                    if self._reference is None:
-                        self._answers[key] = _copy(answer)
-                    return answer
-                answer = _copy(self._answers[key]) if known else original(*args, **kwargs)
-                main = answer[0] if isinstance(answer, tuple) else answer
-                if layer.sort == "grouped":
-                    self._spoil_groups(layer, main, key, inputs[0])
-                change = self._changes.get(layer.name)
-                if change is not None:
-                    self._apply(main, layer.output_dim, change.mask, change.how)
-                return answer
-
-            return forward
-
-        return wrap
+    def _answer(self, layer: Layer, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What a layer returns in place of ``original(*args, **kwargs)``."""
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(
+                f"the search for groups took longer than seconds={self._seconds:g} and stopped in layer "
+                f"{layer.name!r}, forward pass {self._passes}; allow more seconds=, or pass a smaller example."
+            )
+        key = (layer.name, self._calls[layer.name])
+        self._calls[layer.name] += 1
+        if self._reference is None and layer not in self.order:
+            self.order.append(layer)
+        if layer.sort == "norm":
+            return self._received(layer, key, [original(*args, **kwargs)])[0]
+        inputs = self._received(layer, key, _arrivals(layer, args, kwargs))
+        # An expert to which other tokens are routed than in the clean pass has no answer of that shape.
+        known = key in self._answers and inputs[0].shape == self.clean.seen[key][0].shape
+        if self._reference is None or (layer.sort == "grouped" and (self._real or not known)):
+            answer = original(*args, **kwargs)
+            if self._reference is None:
+                self._answers[key] = copied(answer)
+            return answer
+        answer = copied(self._answers[key]) if known else original(*args, **kwargs)
+        main = answer[0] if isinstance(answer, tuple) else answer
+        if layer.sort == "grouped":
+            self._spoil_groups(layer, main, key, inputs[0])
+        change = self._changes.get(layer.name)
+        if change is not None:
+            self._apply(main, layer.output_dim, change.mask, change.how)
+        return answer
 
     def _received(self, layer: Layer, key: tuple[str, int], values: list[Tensor]) -> list[Tensor]:
         """Keep what a layer received, and mark the nodes where it differs from the reference."""
         if self._keep:
-            self._now.seen[key] = [value.detach().clone() for value in values]
+            self._now.seen[key] = copied(values)
         if self._reference is None or key not in self._reference.seen or layer.sort == "grouped":
             return values
+        axes, dim = (layer.makes, layer.output_dim) if layer.sort == "norm" else (layer.reads, layer.input_dim)
         for at, (value, other) in enumerate(zip(values, self._reference.seen[key], strict=True)):
-            if layer.sort == "norm":
-                axes: Sequence[Axis] = layer.makes
-            else:
+            if not torch.equal(value, other):
+                hit = along(differs(value, other), dim)
                 # Queries, keys and values of an attention module share one weight or have one each.
-                axes = layer.reads[at : at + 1] if len(layer.reads) > 1 else layer.reads
-            if torch.equal(value, other):
-                continue
-            hit = along(differs(value, other), layer.output_dim if layer.sort == "norm" else layer.input_dim)
-            for axis in axes:
-                self._now.reached[self.range_of(axis)] |= hit
+                for axis in axes if layer.sort == "norm" or len(axes) == 1 else axes[at : at + 1]:
+                    self._now.reached[self.range_of(axis)] |= hit
         return values
 
     def _spoil_groups(self, layer: Layer, output: Tensor, key: tuple[str, int], value: Tensor) -> None:
@@ -277,10 +269,10 @@ class Probe:
 
 
 @contextmanager
-def _answering(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace a module's ``forward`` inside the block."""
+def _answering(module: nn.Module, answer: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block, a call of the module calls ``answer`` with the module's own ``forward`` and the arguments."""
     own = module.__dict__.get("forward")
-    module.__dict__["forward"] = wrap(module.forward)
+    module.__dict__["forward"] = partial(answer, module.forward)
     try:
         yield
     finally:
@@ -300,12 +292,6 @@ def differs(value: Tensor, other: Tensor) -> Tensor:
 def along(hit: Tensor, dim: int) -> Tensor:
     """Any over every other dimension."""
     return hit.movedim(dim, 0).flatten(1).any(1).cpu()
-
-
-def _copy(answer: Any) -> Any:
-    if isinstance(answer, tuple):
-        return tuple(_copy(part) for part in answer)
-    return answer.detach().clone() if isinstance(answer, Tensor) else answer
 
 
 def _arrivals(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

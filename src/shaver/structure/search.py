@@ -2,6 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any, get_args
 
 import torch
@@ -91,7 +93,7 @@ def find_groups(
     places = {layer.name: place for place, layer in enumerate(probe.order)}
     placed = [pair for pair, fine in zip(found, silent, strict=True) if fine]
     placed += [(places[name], group) for name, group in packed_heads(model).items() if name in places]
-    groups = [group for _, group in _distinct(sorted(placed, key=lambda pair: pair[0]))]
+    groups = _distinct([group for _, group in sorted(placed, key=lambda pair: pair[0])])
     kept = {group.name: group for group in groups if wanted is None or group.kind in wanted}
     if not kept:
         raise ValueError(_nothing(model, left_out, wanted, groups))
@@ -154,7 +156,7 @@ def _assemble(coupling: Coupling) -> list[tuple[int, Group]]:
     found: list[tuple[int, Group]] = []
     grouped: set[str] = set()
     for shape, labels in alike.items():
-        layers = _makers(order, {axis for axis, _ in shape})
+        layers = [layer for layer in order if layer.sort == "dense" and layer.makes[0] in dict(shape)]
         if len(labels) < 2 or not layers or not any(roles[axis] == "reads" for axis, _ in shape):
             continue
         kind = "residual" if labels[0] in summed else _kind_of(dict(shape), layers, roles, order)
@@ -181,14 +183,9 @@ def _roles(coupling: Coupling) -> dict[Axis, Role]:
     return roles | dict.fromkeys(coupling.raw, "makes")
 
 
-def _makers(order: list[Layer], axes: set[Axis]) -> list[Layer]:
-    """The layers whose outputs the units are."""
-    return [layer for layer in order if layer.sort == "dense" and layer.makes[0] in axes]
-
-
 def _kind_of(shape: dict[Axis, int], layers: list[Layer], roles: dict[Axis, Role], order: list[Layer]) -> Kind:
     """The kind of units outside residual streams, from their number of positions on each axis."""
-    if any(layer.convolution for layer in layers):
+    if any(isinstance(layer.module, nn.modules.conv._ConvNd) for layer in layers):
         return "channels"
     between = {axis for layer in order if layer.sort != "dense" for axis in layer.makes}
     several = any(count > 1 for axis, count in shape.items() if roles[axis] == "makes")
@@ -202,21 +199,17 @@ def _name_of(layers: list[Layer], axes: Iterable[Axis], kind: Kind) -> str:
     if (len(layers) == 1 and kind != "heads") or kind == "residual":
         inside = ".out_proj" if isinstance(layers[0].module, nn.MultiheadAttention) else ""
         return layers[0].name + inside
-    parts = [tensor.split(".")[:-1] for tensor, _ in axes]
-    shared = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        shared.append(names[0])
+    parts = zip(*(tensor.split(".")[:-1] for tensor, _ in axes), strict=False)
+    shared = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts)]
     return ".".join(shared) or layers[0].name
 
 
-def _distinct(found: list[tuple[int, Group]]) -> list[tuple[int, Group]]:
+def _distinct(groups: list[Group]) -> list[Group]:
     """Number the groups that would have the same name."""
     seen: Counter[str] = Counter()
     result = []
-    for place, group in found:
+    for group in groups:
         seen[group.name] += 1
-        name = group.name if seen[group.name] == 1 else f"{group.name}#{seen[group.name]}"
-        result.append((place, Group(name, group.kind, group.units, group.slices)))
+        count = seen[group.name]
+        result.append(group if count == 1 else replace(group, name=f"{group.name}#{count}"))
     return result
