@@ -74,23 +74,20 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> Tensor | None:
         """Both masks as one tensor that is added to the logits; True in a boolean mask means "do not attend"."""
-        batch, heads, length, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+        batch, heads, length, keys = *q.shape[:3], k.shape[2]
         if attn_mask is None and is_causal:
             attn_mask = torch.ones(length, keys, dtype=torch.bool, device=q.device).triu(1)
-        total: Tensor | None = None
-        if attn_mask is not None:
-            if attn_mask.dim() == 3:
-                if len(attn_mask) != batch * heads:
-                    raise ValueError(
-                        f"attn_mask is for {len(attn_mask)} samples × heads; there are {batch} samples and {heads} "
-                        "heads left."
-                    )
-                attn_mask = attn_mask.reshape(batch, heads, length, keys)
-            total = _floating(attn_mask, q)
+        if attn_mask is not None and attn_mask.dim() == 3:
+            if len(attn_mask) != batch * heads:
+                raise ValueError(
+                    f"attn_mask is for {len(attn_mask)} samples × heads; there are {batch} samples and {heads} heads "
+                    "left."
+                )
+            attn_mask = attn_mask.reshape(batch, heads, length, keys)
         if key_padding_mask is not None:
-            padding = _floating(key_padding_mask, q).reshape(batch, 1, 1, keys)
-            total = padding if total is None else total + padding
-        return total
+            key_padding_mask = key_padding_mask.reshape(batch, 1, 1, keys)
+        masks = [_floating(mask, q) for mask in (attn_mask, key_padding_mask) if mask is not None]
+        return sum(masks[1:], masks[0]) if masks else None
 
 
 def _projections(module: nn.MultiheadAttention) -> Sequence[Tensor]:

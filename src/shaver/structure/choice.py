@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from shaver.measure.example import Example
 from shaver.naming import check_count, check_name
 from shaver.pruning.ranking import Ranking, check_scores, check_sparsity
 from shaver.structure.costs import TARGETS, Costs
-from shaver.structure.groups import Group, Groups, Kept, check_groups
+from shaver.structure.groups import Groups, Kept, check_groups
 
 SPREADS = ("uniform", "global")
 NORMALISATIONS = ("mean", "price", "none")
@@ -147,9 +147,8 @@ class Chooser:
         values = self._comparable(scores, among)
         if spare is not None:
             values = _spared(values, spare)
-        ranking = Ranking(
-            values, scope="layer" if self._how.spread == "uniform" else "global", minimum=self._how.min_units
-        )
+        scope = "layer" if self._how.spread == "uniform" else "global"
+        ranking = Ranking(values, scope=scope, minimum=self._how.min_units)
 
         def keeping(count: int) -> dict[str, Tensor]:
             kept = self._rounded(ranking.removing(count), values)
@@ -163,8 +162,7 @@ class Chooser:
                     f"a sparsity of {requested:g} is out of reach: with at least {self._how.min_units} units kept in "
                     f"each group, {most / ranking.total:.4g} of the {ranking.total} units can be removed."
                 )
-            kept = keeping(count)
-            return Choice(kept, "units", requested, 1 - sum(int(k.sum()) for k in kept.values()) / ranking.total)
+            return replace(Choice.of(keeping(count)), requested=requested)
         dense = self._costs.dense
         goal = (1 - requested) * dense * (1 + 1e-12)
         if self._costs(keeping(most)) > goal:
@@ -237,19 +235,15 @@ class Chooser:
             return dict(kept)
         widths = {}
         for name, keep in kept.items():
-            step = _step(self._groups[name], self._how.round_to)
-            widths[name] = min(len(keep), -(-int(keep.sum()) // step) * step)
+            makes = [piece.index.shape[1] for piece in self._groups[name].slices if piece.role == "makes"]
+            # the number of units whose width is a multiple of round_to
+            step = self._how.round_to // math.gcd(self._how.round_to, min(makes, default=1))
+            widths[name] = min(len(keep), math.ceil(int(keep.sum()) / step) * step)
         for tied in self._ties:
             widths |= dict.fromkeys(tied, max(widths[name] for name in tied))
         return {
             name: Ranking({name: values[name]}).removing(len(keep) - widths[name])[name] for name, keep in kept.items()
         }
-
-
-def _step(group: Group, round_to: int) -> int:
-    """The number of units whose width is a multiple of ``round_to``."""
-    width = min((piece.index.shape[1] for piece in group.slices if piece.role == "makes"), default=1)
-    return round_to // math.gcd(round_to, width)
 
 
 def _spared(values: Mapping[str, Tensor], spare: Kept) -> dict[str, Tensor]:

@@ -198,7 +198,10 @@ def compact_with_report(
     if calibration is None:
         small, report = remove(model, in_place=in_place, optimizer=optimizer, spam=spam).model, None
     else:
-        whole, report = _repaired(model, groups, choice, calibration, forward, progress)
+        whole = deepcopy(model)
+        units = mask_units(whole, groups, choice.kept)
+        units.apply_(whole)
+        report = repair(whole, calibration, reference=model, masks=units, forward=forward, progress=progress)
         states: dict[str, Any] = {"optimizer": optimizer, "spam": spam}
         small = remove(whole, **({} if in_place else states)).model  # refuses the state of another network
         if passes:
@@ -210,21 +213,6 @@ def compact_with_report(
 
 
 compact = _network_alone(compact_with_report)
-
-
-def _repaired(
-    model: nn.Module,
-    groups: Groups,
-    choice: Choice,
-    calibration: Iterable[Any],
-    forward: Forward | None,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[nn.Module, Repaired]:
-    """A copy of the network with the chosen units masked and the rest repaired."""
-    whole = deepcopy(model)
-    masks = mask_units(whole, groups, choice.kept)
-    masks.apply_(whole)
-    return whole, repair(whole, calibration, reference=model, masks=masks, forward=forward, progress=progress)
 
 
 def _put(model: nn.Module, whole: nn.Module, small: nn.Module, remove: Callable[..., Removal]) -> nn.Module:
@@ -241,7 +229,7 @@ def _put(model: nn.Module, whole: nn.Module, small: nn.Module, remove: Callable[
 
 
 def _masked(model: nn.Module, groups: Groups, masks: Mapping[str, Tensor]) -> Choice:
-    """The units that masks leave something of."""
+    """The units of which the masks keep something."""
     if not isinstance(masks, Mapping):
         raise TypeError(f"masks are a dict of one mask per parameter, by name, not {masks!r}.")
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -258,7 +246,7 @@ def _masked(model: nn.Module, groups: Groups, masks: Mapping[str, Tensor]) -> Ch
 
 
 def _without_dead_units(model: nn.Module, groups: Groups, ties: Ties) -> Choice:
-    """Every unit but the dead ones; a group of dead units keeps its first."""
+    """Every unit that is not dead; a group whose units are all dead keeps its first."""
     kept = kept_units(groups, {name: parameter.detach() != 0 for name, parameter in model.named_parameters()})
     for keep in kept.values():
         keep[0] |= not bool(keep.any())

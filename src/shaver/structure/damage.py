@@ -39,7 +39,7 @@ def unit_damage(
         forward: ``forward(model, batch)`` for batches of another layout.
 
     Returns:
-        What each unit cost when it was removed, never less than the units removed before it.
+        What each unit cost when it was removed, at least as much as the units removed before it.
 
     Raises:
         ValueError: No layer that reads a group can be repaired.

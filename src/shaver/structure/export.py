@@ -67,15 +67,14 @@ def export_onnx(
     with undisturbed(model), torch.no_grad(), atomic_path(target) as temporary:
         results = [_result(model, batch, len(inputs) > 1) for batch in inputs]
         pick = outputs or _logits
-        plain = outputs is None and isinstance(results[0], Tensor)
         expected = [pick(result) for result in results]
         positional, named = _arguments(traced)
+        network = model
+        if outputs is not None or not isinstance(results[0], Tensor):
+            network = _Outputs(model, pick, len(positional), list(named))
+            positional, named = (*positional, *named.values()), {}
         try:
-            if plain:
-                _write(model, positional, named, temporary, dynamic_batch)
-            else:
-                wrapped = _Outputs(model, pick, len(positional), list(named))
-                _write(wrapped, (*positional, *named.values()), {}, temporary, dynamic_batch)
+            _write(network, positional, named, temporary, dynamic_batch)
         except Exception as error:
             raise ValueError(f"{kind} cannot be exported to ONNX: {_reason(error)}") from error
         for batch, wanted in zip(inputs, expected, strict=True) if find_spec("onnxruntime") is not None else ():
@@ -138,23 +137,21 @@ def _arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _write(
     model: nn.Module, positional: tuple[Any, ...], named: dict[str, Any], path: Path, dynamic_batch: bool
 ) -> None:
+    def first(value: Any) -> Any:
+        is_batch = isinstance(value, Tensor) and value.ndim and len(value) > 1
+        return {0: torch.export.Dim.DYNAMIC} if is_batch else None
+
     shapes: Any = None
     if dynamic_batch:
-        batch = torch.export.Dim.DYNAMIC
-
-        def first(value: Any) -> Any:
-            return {0: batch} if isinstance(value, Tensor) and value.ndim and len(value) > 1 else None
-
         shapes = tuple(map(first, positional)) if positional else {key: first(value) for key, value in named.items()}
-        if isinstance(model, _Outputs):
-            shapes = {"args": shapes}
+        shapes = {"args": shapes} if isinstance(model, _Outputs) else shapes
     with _quietly():
         torch.onnx.export(
             model,
             positional,
             str(path),
             kwargs=named or None,
-            input_names=model.names if isinstance(model, _Outputs) and model.names else None,
+            input_names=model.names or None if isinstance(model, _Outputs) else None,
             dynamo=True,
             dynamic_shapes=shapes,
             external_data=False,
@@ -198,5 +195,4 @@ def _run(path: Path, inputs: list[Any]) -> Tensor:
 def _difference(expected: Tensor, found: Tensor) -> float:
     if expected.shape != found.shape:
         return float("inf")
-    size = float(expected.abs().max()) or 1.0
-    return float((expected.cpu().double() - found.double()).abs().max()) / size
+    return float((expected.cpu().double() - found.double()).abs().max()) / (float(expected.abs().max()) or 1.0)

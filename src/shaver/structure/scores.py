@@ -12,7 +12,7 @@ from shaver.criteria import PosteriorLike, needs, prunable, score
 from shaver.criteria.synflow import kept_shares
 from shaver.pruning.ranking import Ranking
 from shaver.structure.damage import unit_damage
-from shaver.structure.groups import Group, Groups, Slice, check_groups, mask_units
+from shaver.structure.groups import Group, Groups, check_groups, mask_units
 
 #: The criterion of :func:`unit_damage`.
 DAMAGE = "damage"
@@ -32,9 +32,7 @@ def unit_scores(groups: Groups, scores: Mapping[str, Tensor]) -> dict[str, Tenso
         >>> unit_scores(Groups({"fc": group}), {"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
         {'fc': tensor([3., 7.], dtype=torch.float64)}
 
-    Args:
-        groups: Of the model.
-        scores: Of its weights, biases and norm parameters, shaped like them.
+    ``scores`` are those of the model's weights, biases and norm parameters, shaped like them.
 
     Raises:
         ValueError: A group has no scored parameter at all.
@@ -165,15 +163,11 @@ def _merged(group: Group, scores: Mapping[str, Tensor]) -> dict[str, dict[int, T
     for piece in group.slices:
         if piece.tensor in scores:
             by_dim = merged.setdefault(piece.tensor, {})
-            dim = piece.dim % scores[piece.tensor].ndim
-            by_dim[dim] = _union(by_dim[dim], piece) if dim in by_dim else piece.index.cpu()
+            dim, index = piece.dim % scores[piece.tensor].ndim, piece.index.cpu()
+            if dim in by_dim and not torch.equal(by_dim[dim], index):
+                rows = [torch.unique(torch.cat(pair)) for pair in zip(by_dim[dim], index, strict=True)]
+                if len({len(row) for row in rows}) > 1:
+                    raise ValueError(f"two slices of {piece.tensor!r} overlap for some units and not for others.")
+                index = torch.stack(rows)
+            by_dim[dim] = index
     return merged
-
-
-def _union(index: Tensor, piece: Slice) -> Tensor:
-    if torch.equal(index, piece.index.cpu()):
-        return index
-    rows = [torch.unique(torch.cat(pair)) for pair in zip(index, piece.index.cpu(), strict=True)]
-    if len({len(row) for row in rows}) > 1:
-        raise ValueError(f"two slices of {piece.tensor!r} overlap for some units and not for others.")
-    return torch.stack(rows)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shaver.selection import Dims, Selection
+from shaver.selection import Selection
 from shaver.structure import transformers_models
 from shaver.structure.attention import SlimMultiheadAttention
 
@@ -70,16 +70,17 @@ def _rule_of(kind: type) -> Surgery | None:
     return None
 
 
-def _blocks_left(dims: Dims, size: int, blocks: int, what: str) -> int:
-    """The number of equal blocks left along dimension 0; those that are left must stay equally wide."""
-    if blocks == 1 or 0 not in dims:
-        return blocks
-    counts = torch.bincount(dims[0].cpu() // (size // blocks), minlength=blocks)
+def _groups_left(kept: Selection, channels: int, groups: int) -> int:
+    """The number of groups left along dimension 0 of the weight; those that are left must stay equally wide."""
+    dims = kept.get("weight", {})
+    if groups == 1 or 0 not in dims:
+        return groups
+    counts = torch.bincount(dims[0].cpu() // (channels // groups), minlength=groups)
     counts = counts[counts > 0]
     if int(counts.min()) != int(counts.max()):
         raise ValueError(
-            f"its {what} would keep {counts.tolist()} channels, and they must stay equally wide; remove whole "
-            f"{what}, or the same number of channels from each."
+            f"its groups would keep {counts.tolist()} channels, and they must stay equally wide; remove whole "
+            "groups, or the same number of channels from each."
         )
     return len(counts)
 
@@ -107,7 +108,7 @@ def _convolution(module: Any, kept: Selection) -> None:
     first, second = "out_channels", "in_channels"
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         first, second = second, first
-    module.groups = _blocks_left(kept.get("weight", {}), getattr(module, first), module.groups, "groups")
+    module.groups = _groups_left(kept, getattr(module, first), module.groups)
     setattr(module, first, module.weight.shape[0])
     setattr(module, second, module.weight.shape[1] * module.groups)
 
@@ -125,7 +126,7 @@ def _layer_norm(module: nn.LayerNorm | nn.RMSNorm, kept: Selection) -> None:
 
 @register_surgery(nn.GroupNorm)
 def _group_norm(module: nn.GroupNorm, kept: Selection) -> None:
-    module.num_groups = _blocks_left(kept.get("weight", {}), module.num_channels, module.num_groups, "groups")
+    module.num_groups = _groups_left(kept, module.num_channels, module.num_groups)
     module.num_channels = len(module.weight)
 
 
