@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shaver.data import sources
 from shaver.data.augmentation import FlipCrop
+from shaver.data.imdb import Reviews
 from shaver.data.locate import DataSource
 from shaver.data.memory import InMemory
 from shaver.data.sources import Arrays
@@ -65,14 +66,28 @@ class TextSplits:
     classes: int
 
 
+#: Inputs and labels.
+_Samples = tuple[NDArray[np.generic], NDArray[np.generic]]
+
+
 @dataclass(frozen=True)
 class _Images:
     """What :func:`load` needs to know about a data set of tensors."""
 
     classes: int
     shape: tuple[int, ...]
-    read: Callable[[str | os.PathLike[str] | None, bool, int], Arrays]
+    source: DataSource[Arrays] | Callable[[], _Samples]  # files, or a function for all samples, which are split here
     augment: FlipCrop | None
+
+
+class _Options(TypedDict, total=False):
+    """The keyword arguments of :func:`load`."""
+
+    root: str | os.PathLike[str] | None
+    seed: int
+    valid_fraction: float
+    augment: bool
+    download: bool
 
 
 def names() -> tuple[str, ...]:
@@ -81,25 +96,9 @@ def names() -> tuple[str, ...]:
 
 
 @overload
-def load(  # type: ignore[overload-overlap]
-    name: Literal["imdb"],
-    *,
-    root: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    valid_fraction: float = 0.0,
-    augment: bool = False,
-    download: bool = True,
-) -> TextSplits: ...
+def load(name: Literal["imdb"], **options: Unpack[_Options]) -> TextSplits: ...  # type: ignore[overload-overlap]
 @overload
-def load(
-    name: str,
-    *,
-    root: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    valid_fraction: float = 0.0,
-    augment: bool = False,
-    download: bool = True,
-) -> Splits: ...
+def load(name: str, **options: Unpack[_Options]) -> Splits: ...
 def load(
     name: str,
     *,
@@ -146,8 +145,9 @@ def load(
         able = ", ".join(repr(other) for other, entry in _IMAGES.items() if entry.augment is not None)
         raise ValueError(f"{name!r} has no images to augment; augment=True works for {able}.")
     if kind is None:
-        return _load_texts(name, root, seed, valid_fraction, download)
-    raw = kind.read(root, download, seed)
+        return _split_texts(*sources.IMDB.read(root, download), seed, valid_fraction)
+    source = kind.source
+    raw = source.read(root, download) if isinstance(source, DataSource) else _split(*source(), seed)
     train_inputs, train_targets, test_inputs, test_targets = (torch.from_numpy(array) for array in raw)
     for part, inputs in (("train", train_inputs), ("test", test_inputs)):
         if tuple(inputs.shape[1:]) != kind.shape:
@@ -156,15 +156,12 @@ def load(
             )
     mean, std = _moments(train_inputs)
     kept, held_out = _hold_out(len(train_inputs), valid_fraction, seed)
-    valid = None if held_out is None else (train_inputs[held_out], train_targets[held_out])
-    if kept is not None:
-        train_inputs, train_targets = train_inputs[kept], train_targets[kept]
     make = partial(InMemory, mean=mean, std=std, classes=kind.classes)
     try:
         return Splits(
             name=name,
-            train=make(train_inputs, train_targets, augment=kind.augment if augment else None),
-            valid=None if valid is None else make(*valid),
+            train=make(train_inputs[kept], train_targets[kept], augment=kind.augment if augment else None),
+            valid=None if held_out is None else make(train_inputs[held_out], train_targets[held_out]),
             test=make(test_inputs, test_targets),
             classes=kind.classes,
             input_shape=kind.shape,
@@ -173,24 +170,21 @@ def load(
         raise ValueError(f"the files of {name!r} are damaged or belong to another data set: {error}") from error
 
 
-def _load_texts(
-    name: str, root: str | os.PathLike[str] | None, seed: int, valid_fraction: float, download: bool
-) -> TextSplits:
-    (texts, labels), test = sources.IMDB.read(root, download)
+def _split_texts(train: Reviews, test: Reviews, seed: int, valid_fraction: float) -> TextSplits:
+    texts, labels = train
     kept, held_out = _hold_out(len(texts), valid_fraction, seed)
 
-    def part(index: Tensor | None) -> Texts:
-        where = range(len(texts)) if index is None else index.tolist()
-        return Texts([texts[i] for i in where], torch.tensor([labels[i] for i in where]))
+    def part(index: Tensor | slice) -> Texts:
+        return Texts([texts[i] for i in torch.arange(len(texts))[index].tolist()], torch.tensor(labels)[index])
 
     valid = None if held_out is None else part(held_out)
-    return TextSplits(name, part(kept), valid, Texts(test[0], torch.tensor(test[1])), classes=2)
+    return TextSplits("imdb", part(kept), valid, Texts(test[0], torch.tensor(test[1])), classes=2)
 
 
-def _hold_out(size: int, fraction: float, seed: int) -> tuple[Tensor | None, Tensor | None]:
-    """The indices of the training and of the validation part, in stored order; both ``None`` for a fraction of 0."""
+def _hold_out(size: int, fraction: float, seed: int) -> tuple[Tensor | slice, Tensor | None]:
+    """The indices of the training and of the validation part, in stored order; all and ``None`` for a fraction of 0."""
     if fraction == 0:
-        return None, None
+        return slice(None), None
     count = round(size * fraction)
     if not 0 < count < size:
         raise ValueError(f"valid_fraction={fraction} of {size} training samples leaves one of the two parts empty.")
@@ -214,14 +208,14 @@ def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.where(std > 0, std, 1.0)
 
 
-def _read_cancer(root: str | os.PathLike[str] | None, download: bool, seed: int) -> Arrays:
+def _read_cancer() -> _Samples:
     features, labels = require("sklearn.datasets", "the data", "data").load_breast_cancer(return_X_y=True)
-    return _split(features.astype(np.float32), labels, seed)
+    return features.astype(np.float32), labels
 
 
-def _read_digits(root: str | os.PathLike[str] | None, download: bool, seed: int) -> Arrays:
+def _read_digits() -> _Samples:
     pixels, labels = require("sklearn.datasets", "the data", "data").load_digits(return_X_y=True)
-    return _split(pixels.astype(np.uint8).reshape(-1, 1, 8, 8), labels, seed)
+    return pixels.astype(np.uint8).reshape(-1, 1, 8, 8), labels
 
 
 def _split(inputs: NDArray[np.generic], labels: NDArray[np.generic], seed: int) -> Arrays:
@@ -231,15 +225,11 @@ def _split(inputs: NDArray[np.generic], labels: NDArray[np.generic], seed: int) 
     return inputs[train], labels[train], inputs[test], labels[test]
 
 
-def _from(source: DataSource[Arrays]) -> Callable[[str | os.PathLike[str] | None, bool, int], Arrays]:
-    return lambda root, download, seed: source.read(root, download)
-
-
 _IMAGES: dict[str, _Images] = {
     "cancer": _Images(2, (30,), _read_cancer, None),
     "digits": _Images(10, (1, 8, 8), _read_digits, FlipCrop(pad=1, flip=False)),
-    "mnist": _Images(10, (1, 28, 28), _from(sources.MNIST), FlipCrop(pad=2, flip=False)),
-    "fashion": _Images(10, (1, 28, 28), _from(sources.FASHION), FlipCrop(pad=4)),
-    "cifar10": _Images(10, (3, 32, 32), _from(sources.CIFAR10), FlipCrop(pad=4)),
-    "cifar100": _Images(100, (3, 32, 32), _from(sources.CIFAR100), FlipCrop(pad=4)),
+    "mnist": _Images(10, (1, 28, 28), sources.MNIST, FlipCrop(pad=2, flip=False)),
+    "fashion": _Images(10, (1, 28, 28), sources.FASHION, FlipCrop(pad=4)),
+    "cifar10": _Images(10, (3, 32, 32), sources.CIFAR10, FlipCrop(pad=4)),
+    "cifar100": _Images(100, (3, 32, 32), sources.CIFAR100, FlipCrop(pad=4)),
 }

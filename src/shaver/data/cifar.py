@@ -8,7 +8,7 @@ import io
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,12 +43,8 @@ def _encode(text: object, encoding: object) -> bytes:
     return text.encode("latin1")
 
 
-_STAND_INS: dict[tuple[str, str], Callable[..., object]] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Recorded,
-    ("numpy._core.multiarray", "_reconstruct"): _Recorded,
-    ("numpy", "ndarray"): _Recorded,
-    ("numpy", "dtype"): _Recorded,
-}
+#: What a batch needs: the parts of a numpy array, under their names in old and new versions of numpy.
+_ARRAY = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
 
 
 class _BatchReader(pickle.Unpickler):
@@ -56,10 +52,9 @@ class _BatchReader(pickle.Unpickler):
         if (module, name) == ("_codecs", "encode"):
             # A new function each time, because a pickle can set its attributes; the next file must not see them.
             return lambda *arguments: _encode(*arguments)
-        try:
-            return _STAND_INS[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a CIFAR batch has no need of") from None
+        if f"{module}.{name}" not in _ARRAY:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a CIFAR batch has no need of")
+        return _Recorded
 
     def persistent_load(self, pid: object) -> NoReturn:
         raise pickle.UnpicklingError("it asks for an outside object")

@@ -6,6 +6,7 @@ generator; the batches of an epoch depend only on ``(seed, epoch)``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
@@ -114,9 +115,7 @@ class InMemory:
         if isinstance(index, slice | int):
             return self.inputs[index].clone(), self.targets[index].clone()
         where = torch.as_tensor(index, device=self.inputs.device)
-        if where.dtype == torch.bool:
-            return self.inputs[where], self.targets[where]
-        if where.ndim == 0:
+        if where.dtype == torch.bool or where.ndim == 0:
             return self.inputs[where].clone(), self.targets[where].clone()
         where = torch.where(where < 0, where + len(self), where)
         return self.inputs.index_select(0, where), self.targets.index_select(0, where)
@@ -132,6 +131,7 @@ class InMemory:
         return f"InMemory({len(self)} inputs of shape {self.input_shape}, {self.inputs.dtype}{classes})"
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches of an :class:`InMemory` data set. Each loop ``for x, y in batches`` is one epoch.
 
@@ -140,31 +140,29 @@ class Batches:
 
     Attributes:
         dataset: The data set, so that ``len(batches.dataset)`` works as for a ``DataLoader``.
-        batch_size: Samples per batch.
         epoch: The epoch of the next ``iter``.
+
+    The other attributes are the arguments of :meth:`InMemory.batches`.
     """
 
-    def __init__(
-        self,
-        dataset: InMemory,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        epoch: int = 0,
-        drop_last: bool = False,
-        augment: bool = True,
-    ) -> None:
-        check_count("batch_size", batch_size)
-        if drop_last and batch_size > len(dataset):
+    dataset: InMemory
+    batch_size: int
+    _: KW_ONLY
+    shuffle: bool = False
+    seed: int = 0
+    epoch: int = 0
+    drop_last: bool = False
+    augment: bool = True
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size)
+        if self.drop_last and self.batch_size > len(self.dataset):
             raise ValueError(
-                f"drop_last with batch_size {batch_size} leaves no batch: there are only {len(dataset)} samples."
+                f"drop_last with batch_size {self.batch_size} leaves no batch: there are only {len(self.dataset)} "
+                "samples."
             )
-        check_count("seed", seed, 0)
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.shuffle, self.seed = shuffle, seed
-        self.augment = dataset.augment if augment else None
-        self.set_epoch(epoch)
+        check_count("seed", self.seed, 0)
+        self.set_epoch(self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter``."""
@@ -185,6 +183,7 @@ class Batches:
 
     def _epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         size, data = self.batch_size, self.dataset
+        augment = data.augment if self.augment else None
         order = None
         if self.shuffle:
             order = torch.randperm(len(data), generator=_generator(self.seed, epoch, 0)).to(data.inputs.device)
@@ -192,8 +191,8 @@ class Batches:
         for start in range(0, len(self) * size, size):
             part = slice(start, start + size)
             raw, targets = data._take(part if order is None else order[part])
-            if self.augment is not None:
-                raw = self.augment(raw, generator)
+            if augment is not None:
+                raw = augment(raw, generator)
             yield data._normalise(raw), targets
 
     def __repr__(self) -> str:
