@@ -195,7 +195,7 @@ def test_two_recipes_for_the_same_network_keep_their_names():
         [*ROWS, *(r | {"recipe": "other"} for r in ROWS)], {("toy", "toy"): "Toy", ("other", "toy"): "Toy"}
     )
     assert [e.title for e in found] == ["Toy (toy)", "Toy (other)"]
-    assert experiments(ROWS)[0].title == "FCN on breast cancer"
+    assert experiments(ROWS)[0].title == "toy", "a task without a title is called by its name"
 
 
 def test_a_criterion_of_a_users_own_comes_last():

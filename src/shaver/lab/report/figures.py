@@ -6,20 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shaver.lab.report.canvas import (
-    CYCLE,
-    DASHES,
-    axes_legend,
-    colour_of,
-    curve_legend,
-    draw_bars,
-    draw_curves,
-    draw_line,
-    drawing,
-    panels,
-    save_figure,
-    sparsity_axis,
-)
+from shaver.lab.report import canvas
 from shaver.lab.report.frame import QUANTITIES, Curve, Experiment, Variant, training_curves
 from shaver.lab.report.names import CRITERION_NAMES, METRICS, STAGE_NAMES
 from shaver.lab.report.times import scoring_times, training_times
@@ -54,10 +41,10 @@ def write_figures(
     if training_times(experiments).bars or scoring_times(experiments).bars:
         jobs.append(("costs", partial(costs, experiments=experiments)))
     written = []
-    with drawing() as plt:
+    with canvas.drawing() as plt:
         for name, draw in jobs:
             draw(plt)
-            written += save_figure(plt, folder / name, suffixes)
+            written += canvas.save_figure(plt, folder / name, suffixes)
     return written
 
 
@@ -67,33 +54,33 @@ def overview(plt: Any, experiments: Sequence[Experiment]) -> None:
     Experiments with a single method are left out if others compare several.
     """
     shown = [e for e in experiments if len(main_curves(e)) > 1] or [e for e in experiments if e.curves]
-    axes = panels(plt, len(shown))
+    axes = canvas.panels(plt, len(shown))
     for axis, experiment in zip(axes, shown, strict=True):
         curves = main_curves(experiment)
         repaired = [c for c in _main_curves(experiment, "repaired") if c.criterion == experiment.main_criterion]
         for curve in (*curves, *repaired):
             method, label = curve.variant.method, curve.variant.method_name
-            style = {"color": _METHOD_COLOURS.get(method, "#661100"), "linestyle": DASHES.get(method, "solid")}
+            style = {"color": _METHOD_COLOURS.get(method, "#661100"), "linestyle": canvas.DASHES.get(method, "solid")}
             style |= {"label": label, "linewidth": 2.4}
             if curve in repaired:
                 style |= {"label": f"{label}, repaired", "linewidth": 1.2, "marker": "o", "markersize": 4}
-            draw_line(axis, curve.values("accuracy"), METRICS[0], band=curve not in repaired, **style)
-        sparsity_axis(axis, curves)
+            canvas.draw_line(axis, curve.values("accuracy"), METRICS[0], band=curve not in repaired, **style)
+        canvas.sparsity_axis(axis, curves)
         axis.set_title(experiment.title)
     for axis in axes:
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel(METRICS[0].title)
-    axes_legend(plt, axes)
+    canvas.axes_legend(plt, axes)
 
 
 def quality(plt: Any, experiment: Experiment) -> None:
     """Accuracy, NLL, ECE and Brier score over sparsity."""
     curves = _main_curves(experiment, experiment.stages[0])
     metrics = [m for m in METRICS if any(c.values(m.key) for c in curves)]
-    for axis, metric in zip(panels(plt, len(metrics), columns=2), metrics, strict=True):
-        draw_curves(axis, curves, metric)
+    for axis, metric in zip(canvas.panels(plt, len(metrics), columns=2), metrics, strict=True):
+        canvas.draw_curves(axis, curves, metric)
         axis.set_title(metric.title)
-    curve_legend(plt, curves, experiment.title)
+    canvas.curve_legend(plt, curves, experiment.title)
 
 
 def priors(plt: Any, experiment: Experiment) -> None:
@@ -106,36 +93,38 @@ def priors(plt: Any, experiment: Experiment) -> None:
 
     def style(t: Variant) -> dict[str, Any]:
         if t.method != "spam":
-            return {"color": "#777777", "linestyle": DASHES.get(t.method, "solid"), "label": t.method_name}
+            return {"color": "#777777", "linestyle": canvas.DASHES.get(t.method, "solid"), "label": t.method_name}
         dash = dashes[curvatures.index(t.curvature_name) % len(dashes)]
-        colour = CYCLE[prior_names.index(t.prior_name) % len(CYCLE)]
+        colour = canvas.CYCLE[prior_names.index(t.prior_name) % len(canvas.CYCLE)]
         return {"color": colour, "linestyle": dash, "label": f"{t.prior_name}, {t.curvature_name}"}
 
-    axes = panels(plt, len(names))
+    axes = canvas.panels(plt, len(names))
     for axis, name in zip(axes, names, strict=True):
         for curve in (c for c in experiment.curves if (c.criterion, c.stage) == (name, experiment.stages[0])):
-            draw_line(axis, curve.values("accuracy"), METRICS[0], band=False, linewidth=1.8, **style(curve.variant))
-        sparsity_axis(axis, [c for c in experiment.curves if c.criterion == name])
+            canvas.draw_line(
+                axis, curve.values("accuracy"), METRICS[0], band=False, linewidth=1.8, **style(curve.variant)
+            )
+        canvas.sparsity_axis(axis, [c for c in experiment.curves if c.criterion == name])
         axis.set_title(f"{experiment.title}, {CRITERION_NAMES[name]}")
     axes[0].set_ylabel(METRICS[0].title)
-    axes_legend(plt, axes)
+    canvas.axes_legend(plt, axes)
 
 
 def stages(plt: Any, experiment: Experiment) -> None:
     """Post hoc, fine-tuned, online and structured pruning side by side, on one scale."""
     names = experiment.stages
-    axes = panels(plt, len(names), sharey=True)
+    axes = canvas.panels(plt, len(names), sharey=True)
     for axis, stage in zip(axes, names, strict=True):
-        draw_curves(axis, _main_curves(experiment, stage), METRICS[0])
+        canvas.draw_curves(axis, _main_curves(experiment, stage), METRICS[0])
         axis.set_title(STAGE_NAMES[stage])
     axes[0].set_ylabel(METRICS[0].title)
-    curve_legend(plt, [c for stage in names for c in _main_curves(experiment, stage)], experiment.title)
+    canvas.curve_legend(plt, [c for stage in names for c in _main_curves(experiment, stage)], experiment.title)
 
 
 def pareto(plt: Any, experiment: Experiment) -> None:
     """Accuracy against cost; the stairs are the best that each cost can buy."""
     keys = varying_costs(experiment)
-    axes = panels(plt, len(keys))
+    axes = canvas.panels(plt, len(keys))
     for axis, key in zip(axes, keys, strict=True):
         points = []
         for curve in (c for c in experiment.curves if changes_cost(c, key)):
@@ -144,7 +133,7 @@ def pareto(plt: Any, experiment: Experiment) -> None:
             points += own
             hollow = curve.stage == experiment.stages[0] and len(experiment.stages) > 1
             axis.scatter(
-                *zip(*own, strict=True), s=22, color=colour_of(curve.criterion), linewidths=1.1,
+                *zip(*own, strict=True), s=22, color=canvas.colour_of(curve.criterion), linewidths=1.1,
                 marker="o" if curve.variant.method == "spam" else "^",
                 **({"facecolors": "none"} if hollow else {}), zorder=3,
             )  # fmt: skip
@@ -152,22 +141,22 @@ def pareto(plt: Any, experiment: Experiment) -> None:
         axis.set_xscale("log")
         axis.set_xlabel(COSTS[key])
     axes[0].set_ylabel(METRICS[0].title)
-    curve_legend(plt, experiment.curves, experiment.title, points=True)
+    canvas.curve_legend(plt, experiment.curves, experiment.title, points=True)
 
 
 def training(plt: Any, curves: Mapping[Variant, Mapping[str, Sequence[tuple[float, float]]]], title: str) -> None:
     """Loss, evidence, effective parameters and the share of weights with S > 1, mean over seeds, by epoch."""
     keys = [key for key in QUANTITIES if any(key in found for found in curves.values())]
-    axes = panels(plt, len(keys), columns=2)
+    axes = canvas.panels(plt, len(keys), columns=2)
     for axis, key in zip(axes, keys, strict=True):
         for i, (variant, found) in enumerate(curves.items()):
             if key in found:
-                colour = "#888888" if variant.method == "map" else CYCLE[i % len(CYCLE)]
-                style = {"color": colour, "linestyle": DASHES.get(variant.method, "solid"), "linewidth": 1.8}
+                colour = "#888888" if variant.method == "map" else canvas.CYCLE[i % len(canvas.CYCLE)]
+                style = {"color": colour, "linestyle": canvas.DASHES.get(variant.method, "solid"), "linewidth": 1.8}
                 axis.plot(*zip(*found[key], strict=True), label=variant.label(list(curves)), **style)
         axis.set_title(QUANTITIES[key])
         axis.set_xlabel("epoch")
-    axes_legend(plt, axes, title)
+    canvas.axes_legend(plt, axes, title)
 
 
 def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
@@ -176,8 +165,8 @@ def costs(plt: Any, experiments: Sequence[Experiment]) -> None:
     height = 1.1 + 0.27 * max(len(times.bars) for times in found)
     figure, axes = plt.subplots(1, len(found), figsize=(5.8 * len(found), height), squeeze=False)
     for axis, times in zip(axes[0], found, strict=True):
-        bars = [(label, e, _METHOD_COLOURS.get(kind) or colour_of(kind)) for label, e, kind in times.bars]
-        draw_bars(axis, bars, times.show, max(len(one.bars) for one in found))
+        bars = [(label, e, _METHOD_COLOURS.get(kind) or canvas.colour_of(kind)) for label, e, kind in times.bars]
+        canvas.draw_bars(axis, bars, times.show, max(len(one.bars) for one in found))
         scale = " (logarithmic)" if axis.get_xscale() == "log" else ""
         axis.set_title(times.title + scale, wrap=True)
     figure.tight_layout()

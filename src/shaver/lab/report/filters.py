@@ -44,13 +44,9 @@ def filter_bank(
 
         size = (3.7 * len(networks) + 0.2, sum(heights) + 0.32 * len(heights) + 1.1)
         figure, axes = plt.subplots(
-            1 + len(chosen),
-            len(networks),
-            figsize=size,
-            squeeze=False,
-            height_ratios=[0.18, *heights],
+            1 + len(chosen), len(networks), figsize=size, squeeze=False, height_ratios=[0.18, *heights],
             layout="constrained",
-        )
+        )  # fmt: skip
         figure.get_layout_engine().set(w_pad=0.06, h_pad=0.02, hspace=0.0, wspace=0.02)
         for column, title in enumerate(networks):
             axes[0][column].axis("off")
@@ -93,12 +89,11 @@ def layer_bars(
                 axis.bar_label(bars, list(labels), padding=3, fontsize=8, color="#444444")
         left.set_title("outputs that are left: number, and share in %")
         right.set_title("weights removed, %")
-        for axis in (left, right):
-            axis.set_xlim(0, 112)
-            axis.set_xticks([0, 25, 50, 75, 100])
         left.set_yticks(range(len(names)), [name.removesuffix(".weight") for name in names])
         left.invert_yaxis()
         for axis in (left, right):
+            axis.set_xlim(0, 112)
+            axis.set_xticks([0, 25, 50, 75, 100])
             axis.grid(axis="y", visible=False)
             axis.tick_params(axis="y", length=0)
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=len(networks), frameon=False)
@@ -118,7 +113,10 @@ def precision_histograms(
         >>> precision_histograms({"unit prior": history.posterior.delta()}, model, Path("precision"))
     """
     layers = prunable(model)
-    logs = {title: {name: _log10(delta[name], w) for name, w in layers.items()} for title, delta in deltas.items()}
+    logs = {
+        title: {n: delta[n].detach().double().log10().expand(w.shape).flatten().cpu() for n, w in layers.items()}
+        for title, delta in deltas.items()
+    }
     everything = torch.cat([values for by_layer in logs.values() for values in by_layer.values()])
     low, high = float(everything.min()), float(everything.max())
     edges = torch.linspace(low - 0.25, high + 0.25, max(24, round(6 * (high - low))) + 1)
@@ -214,10 +212,8 @@ def _heights(images: Sequence[Tensor]) -> list[float]:
 
 def _scale(weights: Any) -> float:
     """What the strongest colour stands for; a few outliers may be stronger."""
-    values = torch.cat([w[w != 0].abs() for w in weights])
-    if not len(values):
-        return 1.0
-    return float(values.sort().values[min(len(values) - 1, round(0.98 * len(values)))])
+    values = torch.cat([w[w != 0].abs() for w in weights]).sort().values
+    return float(values[min(len(values) - 1, round(0.98 * len(values)))]) if len(values) else 1.0
 
 
 def _colours(plt: Any, scale: float) -> Any:
@@ -239,12 +235,7 @@ def _draw(plt: Any, axis: Any, image: Tensor, scale: float) -> None:
 
 
 def _caption(axis: Any, name: str, weight: Tensor, *, labelled: bool) -> None:
-    left = int((weight != 0).sum())
-    text = f"{left:,} of {weight.numel():,} left"
+    text = f"{int((weight != 0).sum()):,} of {weight.numel():,} left"
     if labelled:
         text = f"{name.removesuffix('.weight')}   {' × '.join(map(str, weight.shape))}"
     axis.set_title(text, fontsize=8, pad=3, weight="bold" if labelled else "normal", color="#333333")
-
-
-def _log10(delta: Tensor, weight: Tensor) -> Tensor:
-    return delta.detach().double().log10().expand(weight.shape).reshape(-1).cpu()

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Group
@@ -21,7 +21,7 @@ _LATEX = {
 
 def terminal(table: Table, width: int) -> Group:
     """For a console of this width: with errors if they fit, else means, else only the highest sparsities."""
-    labels = sum(
+    labelled = sum(
         max(map(len, (head, *(line.labels[i] for line in table.lines)))) + 1 for i, head in enumerate(table.heads)
     )
     first = 0
@@ -30,10 +30,10 @@ def terminal(table: Table, width: int) -> Group:
             max(len(column), *(len(show(line.entries[i])) for line in table.lines)) + 1
             for i, column in enumerate(table.columns)
         ]
-        if labels + sum(widths) + 2 <= width or not table.over.startswith("sparsity"):
+        if labelled + sum(widths) + 2 <= width or not table.over.startswith("sparsity"):
             break
     else:
-        while first < len(widths) - 1 and labels + sum(widths[first:]) + 2 > width:
+        while first < len(widths) - 1 and labelled + sum(widths[first:]) + 2 > width:
             first += 1
     note = table.note
     if show is not _with_error and any(entry.error for line in table.lines for entry in line.entries):
@@ -46,11 +46,10 @@ def terminal(table: Table, width: int) -> Group:
     for column in table.columns[first:]:
         drawn.add_column(escape(column), justify="right", no_wrap=True)
     apart = len({line.labels[0] for line in table.lines}) < len(table.lines)
-    for line, begins in _grouped(table.lines):
-        if begins and apart and line is not table.lines[0]:
+    for labels, line, begins in _grouped(table.lines):
+        if begins and apart:
             drawn.add_section()
-        shown = ["" if i == 0 and not begins else escape(label) for i, label in enumerate(line.labels)]
-        drawn.add_row(*shown, *(_styled(show(entry), entry) for entry in line.entries[first:]))
+        drawn.add_row(*map(escape, labels), *(_styled(show(entry), entry) for entry in line.entries[first:]))
     over = f" over {table.over}" if table.over else ""
     return Group(Text(f"\n{table.title}{over}", style="bold"), drawn, Text(note, style="dim"))
 
@@ -60,9 +59,8 @@ def markdown(table: Table) -> str:
     heads = [*table.heads, *table.columns]
     out = [f"**{_md(table.title)}**", "", f"| {' | '.join(map(_md, heads))} |"]
     out.append(f"|{'---|' * len(table.heads)}{'--:|' * len(table.columns)}")
-    for line, begins in _grouped(table.lines):
-        labels = ["" if i == 0 and not begins else _md(label) for i, label in enumerate(line.labels)]
-        out.append(f"| {' | '.join([*labels, *map(_md_entry, line.entries)])} |")
+    for labels, line, _ in _grouped(table.lines):
+        out.append(f"| {' | '.join([*map(_md, labels), *map(_md_entry, line.entries)])} |")
     return "\n".join([*out, "", _note(table, "bold", "in italics"), ""])
 
 
@@ -102,17 +100,21 @@ def latex(table: Table) -> str:
         out.append(rf"{'& ' * start}\multicolumn{{{count}}}{{c}}{{{_tex(table.over)}}} \\")
         out.append(rf"\cmidrule(l){{{start + 1}-{start + count}}}")
     out += [" & ".join(map(_tex, [*table.heads, *table.columns])) + r" \\", r"\midrule"]
-    for line, begins in _grouped(table.lines):
-        if begins and line is not table.lines[0] and start > 1:
+    for labels, line, begins in _grouped(table.lines):
+        if begins and start > 1:
             out.append(r"\addlinespace")
-        labels = ["" if i == 0 and not begins else _tex(label) for i, label in enumerate(line.labels)]
-        out.append(" & ".join([*labels, *map(_tex_entry, line.entries)]) + r" \\")
+        out.append(" & ".join([*map(_tex, labels), *map(_tex_entry, line.entries)]) + r" \\")
     return "\n".join([*out, r"\bottomrule", r"\end{tabular}}", r"\end{table}", ""])
 
 
-def _grouped(lines: Sequence[Line]) -> list[tuple[Line, bool]]:
-    """Each line, and whether a group begins with it."""
-    return [(line, i == 0 or line.labels[0] != lines[i - 1].labels[0]) for i, line in enumerate(lines)]
+def _grouped(lines: Sequence[Line]) -> Iterator[tuple[Sequence[str], Line, bool]]:
+    """Each line with its labels, the first one only where it changes, and whether another group begins with it."""
+    before = ""
+    for line in lines:
+        name, *others = line.labels
+        changes = name != before
+        yield [name if changes else "", *others], line, changes and line is not lines[0]
+        before = name
 
 
 def _with_error(entry: Entry) -> str:

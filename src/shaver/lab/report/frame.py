@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from shaver.io import read_json
 from shaver.lab.report.names import (
-    DATA_NAMES,
     METHOD_NAMES,
     METRICS,
-    NETWORK_NAMES,
     PRIOR_NAMES,
     SOURCE_NAMES,
     STAGE_NAMES,
@@ -139,19 +137,9 @@ class Experiment:
     frame: "DataFrame" = field(repr=False, compare=False)
     # Variants of which some networks did not learn. Those networks are in no mean, unless none learned.
     failures: Mapping[Variant, Failure] = field(repr=False)
-    _means: Mapping[tuple[Variant, str, str], Mapping[float, Mapping[str, Estimate]]] = field(repr=False)
     dense: Mapping[Variant, Mapping[str, Estimate]] = field(repr=False)
-
-    @cached_property
-    def curves(self) -> Sequence[Curve]:
-        """One for each stage, criterion and variant, in this order; each begins at the dense network."""
-        found = []
-        for (variant, stage, criterion), points in self._means.items():
-            dense = {0.0: self.dense[variant]} if variant in self.dense and 0.0 not in points else {}
-            found.append(Curve(variant, stage, criterion, dense | dict(points)))
-        criteria = in_order(curve.criterion for curve in found)
-        stages = in_order((curve.stage for curve in found), STAGE_NAMES)
-        return sorted(found, key=lambda c: (stages.index(c.stage), criteria.index(c.criterion), c.variant.rank))
+    # One for each stage, criterion and variant, in this order; each begins at the dense network.
+    curves: Sequence[Curve] = field(repr=False)
 
     @cached_property
     def variants(self) -> Sequence[Variant]:
@@ -182,10 +170,6 @@ class Experiment:
     def main_criterion(self) -> str:
         """OPD, or the first there is."""
         return "opd" if "opd" in self.criteria else next(iter(self.criteria), "")
-
-    def sparsities(self) -> list[float]:
-        """Every sparsity that was asked for, the dense network's zero apart."""
-        return sorted({s for curve in self.curves for s in curve.points if s > 0})
 
     def main_variant(self, method: str) -> Variant | None:
         """The variant that stands for its method: parameter-wise and diagonal where there is a choice."""
@@ -271,12 +255,13 @@ def training_curves(
 
 
 def experiments(frame: "DataFrame", titles: Mapping[tuple[str, str], str] | None = None) -> list[Experiment]:
-    """Sort rows of results into experiments; a title names the recipe only where two would be the same."""
+    """Sort rows of results into experiments; a title names the recipe only where two would be the same.
+
+    ``titles`` are those of the tasks, by recipe and task; a task without one is called by its name.
+    """
     frame = _unique(_complete(frame))
     groups = dict(list(frame.groupby(["recipe", "task"], sort=False)))
-    named = {
-        key: (titles or {}).get(key) or _title(part.network.iloc[0], part.data.iloc[0]) for key, part in groups.items()
-    }
+    named = {key: (titles or {}).get(key) or key[1] for key in groups}
     return [
         _experiment(key, f"{title} ({key[0]})" if list(named.values()).count(title) > 1 else title, groups[key])
         for key, title in named.items()
@@ -318,12 +303,17 @@ def _experiment(key: tuple[str, str], title: str, rows: "DataFrame") -> Experime
     shown = rows[(rows.learned != "no") | ~one_learned]
     # A network may have been measured before each way to prune it.
     dense = shown[shown.criterion == DENSE].drop_duplicates([*_VARIANT, "seed"])
-    means: dict[tuple[Variant, str, str], dict[float, Mapping[str, Estimate]]] = {}
-    for labels, found in _means(shown[shown.criterion != DENSE], [*_VARIANT, "stage", "criterion", "sparsity"]).items():
-        *variant, stage, criterion, sparsity = labels
-        means.setdefault((Variant(*variant), stage, criterion), {})[float(sparsity)] = found
     whole = {Variant(*labels): found for labels, found in _means(dense, _VARIANT).items()}
-    return Experiment(*key, title, rows, failures, means, whole)
+    points: dict[tuple[Variant, str, str], dict[float, Mapping[str, Estimate]]] = {}
+    for labels, found in _means(shown[shown.criterion != DENSE], [*_VARIANT, "stage", "criterion", "sparsity"]).items():
+        variant, (stage, criterion, sparsity) = Variant(*labels[:4]), labels[4:]
+        begun = {0.0: whole[variant]} if variant in whole and sparsity > 0 else {}
+        points.setdefault((variant, stage, criterion), dict(begun))[float(sparsity)] = found
+    criteria = in_order(criterion for _, _, criterion in points)
+    stages = in_order((stage for _, stage, _ in points), STAGE_NAMES)
+    curves = [Curve(*labels, found) for labels, found in points.items()]
+    curves.sort(key=lambda c: (stages.index(c.stage), criteria.index(c.criterion), c.variant.rank))
+    return Experiment(*key, title, rows, failures, whole, curves)
 
 
 def _means(rows: "DataFrame", keys: list[str]) -> dict[tuple[Any, ...], dict[str, Estimate]]:
@@ -338,7 +328,3 @@ def _means(rows: "DataFrame", keys: list[str]) -> dict[tuple[Any, ...], dict[str
             if count
         }
     return found
-
-
-def _title(network: str, data: str) -> str:
-    return f"{NETWORK_NAMES[network]} on {DATA_NAMES[data]}"

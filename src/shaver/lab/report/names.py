@@ -12,60 +12,17 @@ class Names(dict[str, str]):
 
 
 METHOD_NAMES = Names({"map": "MAP", "l1": "L1", "spam": "SpaM", "vd": "Sparse VD", "l0": "L0"})
-CRITERION_NAMES = Names(
-    {
-        "opd": "OPD",
-        "obd": "OBD",
-        "magnitude": "magnitude",
-        "snip": "SNIP",
-        "grasp": "GraSP",
-        "synflow": "SynFlow",
-        "wanda": "Wanda",
-        "random": "random",
-    }
-)
+CRITERION_NAMES = Names({
+    "opd": "OPD", "obd": "OBD", "magnitude": "magnitude", "snip": "SNIP", "grasp": "GraSP", "synflow": "SynFlow",
+    "wanda": "Wanda", "random": "random",
+})  # fmt: skip
 PRIOR_NAMES = Names({"scalar": "scalar", "layer": "layer-wise", "unit": "unit-wise", "parameter": "parameter-wise"})
 STRUCTURE_NAMES = Names({"diag": "Diag", "kron": "KFAC"})
 SOURCE_NAMES = Names({"ggn": "GGN", "ef": "EF", "mc": "MC"})
-STAGE_NAMES = Names(
-    {
-        "posthoc": "post hoc",
-        "repaired": "repaired",
-        "finetuned": "fine-tuned",
-        "online": "online",
-        "structured": "structured",
-        "two-steps": "two SpaM steps after training",
-    }
-)
-NETWORK_NAMES = Names(
-    {
-        "fcn": "FCN",
-        "lenet": "LeNet",
-        "lenet_caffe": "LeNet-5-Caffe",
-        "digits_cnn": "small CNN",
-        "mixer": "MLP-Mixer",
-        "resnet18": "ResNet-18",
-        "resnet18_fixup": "Fixup ResNet-18",
-        "wrn16": "WRN-16",
-        "wrn16_fixup": "Fixup WRN-16",
-        "vit": "ViT",
-        "distilbert": "DistilBERT",
-        "gpt2": "GPT-2",
-        "minilm": "MiniLM",
-        "small-gpt": "small GPT",
-    }
-)
-DATA_NAMES = Names(
-    {
-        "cancer": "breast cancer",
-        "digits": "digits",
-        "mnist": "MNIST",
-        "fashion": "FashionMNIST",
-        "cifar10": "CIFAR-10",
-        "cifar100": "CIFAR-100",
-        "imdb": "IMDB",
-    }
-)
+STAGE_NAMES = Names({
+    "posthoc": "post hoc", "repaired": "repaired", "finetuned": "fine-tuned", "online": "online",
+    "structured": "structured", "two-steps": "two SpaM steps after training",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

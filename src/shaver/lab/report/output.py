@@ -91,10 +91,9 @@ def write_report(
     place = out or (study.sources[0].folder if len(study.sources) == 1 else Path("report"))
     tables = tables_of(study)
     if "terminal" in formats:
-        accuracy = (quality_table(experiment, METRICS[0]) for experiment in study.experiments)
-        for shown in (summary_table(study.experiments), *accuracy):
-            if shown is not None:
-                console.print(terminal(shown, console.width))
+        for table in tables:
+            if table.name == "summary" or table.name.endswith("-accuracy"):
+                console.print(terminal(table, console.width))
     written = []
     for name in (name for name in _FILES if name in formats):
         suffix, render = _FILES[name]

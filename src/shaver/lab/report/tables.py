@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shaver.lab.report.frame import Curve, Estimate, Experiment, Variant
 from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, STAGE_NAMES, Metric, in_order
-from shaver.lab.report.times import duration, numbers_of, scoring_seconds
+from shaver.lab.report.times import duration, numbers_of, scoring_seconds, time_over_map
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,19 @@ class Entry:
 
 EMPTY = Entry("–", "–")
 _VARIANT = ("training", "prior", "curvature")
-_Show = tuple[str, Callable[[float], str]]
+#: The columns of numbers that stand side by side: their titles, and how a value is written.
+_MEASURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
+    "nll": ("NLL", "{:.3f}".format),
+    "log_evidence": ("log evidence", "{:,.0f}".format),
+    "epochs": ("epochs", "{:.0f}".format),
+    "train_seconds": ("training", duration),
+    "parameters": ("parameters", "{:,.0f}".format),
+    "nonzeros": ("non-zero", "{:,.0f}".format),
+    "bytes": ("bytes", "{:,.0f}".format),
+    "flops": ("FLOPs", "{:,.0f}".format),
+    "latency_ms": ("latency, ms", "{:.3f}".format),
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,12 @@ class Table:
     note: str  # how to read them
     heads: tuple[str, ...]  # titles of the label columns; lines that share the first label belong together
     columns: tuple[str, ...]  # titles of the entries
-    over: str  # what the columns have in common, such as “sparsity, %”; empty if nothing
     lines: tuple[Line, ...]
+    over: str = ""  # what the columns have in common, such as “sparsity, %”
+
+
+#: Labels of a line, its measures, and its entry in the last column.
+_Row = tuple[tuple[str, ...], Mapping[str, Estimate], Entry]
 
 
 def percent(share: float) -> str:
@@ -90,8 +107,8 @@ def quality_table(experiment: Experiment, metric: Metric) -> Table | None:
 def kept(experiment: Experiment, drop: float = 0.01) -> dict[str, float]:
     """By method, the highest sparsity up to which accuracy stays within ``drop`` of the dense network's.
 
-    Pruned post hoc (or as the experiment has it) by :func:`main_criterion`, and all the way: a curve that comes back
-    after a fall does not count.
+    The networks are pruned by the main criterion in the first stage. A curve that rises again after a fall does not
+    count.
     """
     found: dict[str, float] = {}
     for variant in experiment.main_variants():
@@ -129,40 +146,28 @@ def summary_table(experiments: Sequence[Experiment]) -> Table | None:
         ),
         heads=("experiment", "pruned by"),
         columns=tuple(METHOD_NAMES[m] for m in methods),
-        over="",
         lines=lines,
     )
 
 
 def training_table(experiments: Sequence[Experiment]) -> Table | None:
     """Each training with its time, its evidence and the quality of the dense network."""
-    shows: dict[str, _Show] = {
-        "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
-        "nll": ("NLL", "{:.3f}".format),
-        "log_evidence": ("log evidence", "{:,.0f}".format),
-        "epochs": ("epochs", "{:.0f}".format),
-        "train_seconds": ("training", duration),
-    }
-    rows = [(e, t, numbers_of(e, t)) for e in experiments for t in e.variants]
-    keys = [key for key in shows if any(key in numbers for _, _, numbers in rows)]
-    if "train_seconds" not in keys:
+    rows: list[_Row] = []
+    for experiment, variant in ((e, v) for e in experiments for v in e.variants):
+        ratio = time_over_map(experiment, variant)
+        entry = EMPTY if ratio is None else Entry(f"{ratio:.2f}", value=ratio)
+        labels = (experiment.title, *_training_labels(experiment, variant))
+        rows.append((labels, numbers_of(experiment, variant), entry))
+    if not any("train_seconds" in numbers for _, numbers, _ in rows):
         return None
-    lines = []
-    for experiment, training, numbers in rows:
-        base = experiment.main_variant("map")
-        of_map = numbers_of(experiment, base).get("train_seconds") if base else None
-        own = numbers.get("train_seconds")
-        ratio = Entry(f"{own.mean / of_map.mean:.2f}", value=own.mean / of_map.mean) if own and of_map else EMPTY
-        entries = (*(_plain(numbers.get(key), shows[key][1]) for key in keys), ratio)
-        lines.append(Line((experiment.title, *_training_labels(experiment, training)), entries))
-    table = Table(
+    table = _side_by_side(
+        rows,
+        ("accuracy", "nll", "log_evidence", "epochs", "train_seconds"),
+        last="time / MAP",
         name="training",
         title="Training: quality before pruning, and time",
         note=_note("Means over seeds. The last column is the time relative to MAP on the same data.", experiments),
         heads=("experiment", *_VARIANT),
-        columns=(*(shows[key][0] for key in keys), "time / MAP"),
-        over="",
-        lines=tuple(lines),
     )
     return _without_constant_labels(table, keep=2)
 
@@ -194,16 +199,8 @@ def size_table(experiment: Experiment) -> Table | None:
     Single weights are shown at 95 % sparsity. Of a structured stage the highest sparsity is shown that costs at most
     one point of accuracy, or the lowest.
     """
-    shows: dict[str, _Show] = {
-        "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}"),
-        "parameters": ("parameters", "{:,.0f}".format),
-        "nonzeros": ("non-zero", "{:,.0f}".format),
-        "bytes": ("bytes", "{:,.0f}".format),
-        "flops": ("FLOPs", "{:,.0f}".format),
-        "latency_ms": ("latency, ms", "{:.3f}".format),
-    }
     chosen = experiment.main_criterion
-    rows: list[tuple[tuple[str, ...], Mapping[str, Estimate], Entry]] = []
+    rows: list[_Row] = []
     for variant in experiment.variants:
         labels = _training_labels(experiment, variant)
         dense = experiment.dense.get(variant, {})
@@ -216,23 +213,29 @@ def size_table(experiment: Experiment) -> Table | None:
             if shown in curve.points:
                 what = f"{percent(shown)} %, {STAGE_NAMES[curve.stage]}"
                 rows.append(((*labels, what), curve.points[shown], _speed(dense, curve.points[shown])))
-    keys = [key for key in shows if any(key in numbers for _, numbers, _ in rows)]
-    if not {"bytes", "flops", "latency_ms", "nonzeros"} & set(keys):
+    if not any({"bytes", "flops", "latency_ms", "nonzeros"} & numbers.keys() for _, numbers, _ in rows):
         return None
-    lines = tuple(
-        Line(label, (*(_plain(numbers.get(k), shows[k][1]) for k in keys), speed)) for label, numbers, speed in rows
-    )
-    table = Table(
+    table = _side_by_side(
+        rows,
+        ("accuracy", "parameters", "nonzeros", "bytes", "flops", "latency_ms"),
+        last="speed",
         name=f"{experiment.slug}-size",
         title=f"{experiment.title}: size and speed, pruned by {CRITERION_NAMES[chosen]}",
         note="Means over seeds. Speed is relative to the dense network. It is measured if units were removed, and 1 if "
         "single weights were removed: zeros in a dense tensor are multiplied like any other number.",
         heads=(*_VARIANT, "network"),
-        columns=(*(shows[key][0] for key in keys), "speed"),
-        over="",
-        lines=lines,
     )
     return _without_constant_labels(table, keep=1)
+
+
+def _side_by_side(rows: Sequence[_Row], keys: Sequence[str], *, last: str, **rest: Any) -> Table:
+    """A table of those measures that some row has, and of one more column."""
+    shown = [key for key in keys if any(key in numbers for _, numbers, _ in rows)]
+    lines = tuple(
+        Line(labels, (*(_plain(numbers.get(key), _MEASURES[key][1]) for key in shown), entry))
+        for labels, numbers, entry in rows
+    )
+    return Table(columns=(*(_MEASURES[key][0] for key in shown), last), lines=lines, **rest)
 
 
 def _harmless(curve: Curve) -> float:

@@ -27,12 +27,10 @@ def training_times(experiments: Sequence[Experiment]) -> Times:
         bars = [(f"{e.title}, {t.label(e.variants)}", found, t.method) for e, t, found in timed]
         return Times("Training", bars, duration)
     ratios: dict[tuple[str, str], list[float]] = {}
-    for experiment, variant, found in timed:
-        base = experiment.main_variant("map")
-        of_map = numbers_of(experiment, base).get("train_seconds") if base else None
-        if of_map:
+    for experiment, variant, _ in timed:
+        if (ratio := time_over_map(experiment, variant)) is not None:
             label = " ".join(filter(None, (variant.method_name, variant.curvature_name)))
-            ratios.setdefault((label, variant.method), []).append(found.mean / of_map.mean)
+            ratios.setdefault((label, variant.method), []).append(ratio)
     means = [(label, Estimate.of(values), method) for (label, method), values in ratios.items()]
     return Times("Training, relative to MAP, mean over experiments", means, "{:.2f}".format)
 
@@ -49,6 +47,14 @@ def scoring_times(experiments: Sequence[Experiment]) -> Times:
     }
     means = [(CRITERION_NAMES[c], Estimate.of(values), c) for c, values in ratios.items()]
     return Times("Scoring a network, relative to the fastest criterion, mean over experiments", means, "{:.3g}".format)
+
+
+def time_over_map(experiment: Experiment, variant: Variant) -> float | None:
+    """The time of a training, divided by that of MAP on the same data."""
+    base = experiment.main_variant("map")
+    of_map = None if base is None else numbers_of(experiment, base).get("train_seconds")
+    own = numbers_of(experiment, variant).get("train_seconds")
+    return None if own is None or of_map is None else own.mean / of_map.mean
 
 
 def numbers_of(experiment: Experiment, variant: Variant) -> dict[str, Estimate]:

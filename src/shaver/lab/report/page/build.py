@@ -105,7 +105,7 @@ def _header(experiments: Sequence[Experiment], sources: Sequence[RunFolder]) -> 
     title = titles.pop() if len(titles) == 1 else "How much of these networks can be removed?"
     methods = in_order((t.method for e in experiments for t in e.variants), METHOD_NAMES)
     criteria = in_order(c for e in experiments for c in e.criteria)
-    sparsities = {s for e in experiments for s in e.sparsities()}
+    sparsities = {s for e in experiments for curve in e.curves for s in curve.points if s > 0}
     trained = " and ".join(", ".join(_TRAINED[m] for m in methods).rsplit(", ", 1))
     lead = (
         f"{sum(e.networks for e in experiments)} networks, trained by {trained}, "
