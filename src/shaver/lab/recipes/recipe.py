@@ -189,38 +189,34 @@ class Recipe:
         Raises:
             ValueError: An unknown setting, or an impossible value.
         """
-        given = {name: value for name, value in given.items() if value is not None}
-        tasks, stages = self.tasks, self.stages
-        if "tasks" in given:
-            tasks = _choose("task", given.pop("tasks"), tasks, self.name)
-        if "stages" in given:
-            stages = _choose("stage", given.pop("stages"), stages, self.name)
-        of_text = {key: given[key] for key in (*_TEXT_SETTINGS, *_FOLDERS) if key in given}
-        if of_text and not all(task.length for task in tasks):
-            raise ValueError(f"recipe {self.name!r} uses no texts, so {', '.join(of_text)} has no effect.")
-        folders = {key: str(given.pop(key)) for key in _FOLDERS if key in given}
+        for name in given:
+            check_name("setting", name, _SETTINGS)
+
+        def take(*names: str) -> dict[str, Any]:
+            values = {name: given.pop(name, None) for name in names}
+            plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            return {name: value for name, value in plain.items() if value is not None}
+
+        chosen = take("tasks", "stages")
+        tasks = _choose("task", chosen.get("tasks"), self.tasks, self.name)
+        stages = _choose("stage", chosen.get("stages"), self.stages, self.name)
+        folders = {name: str(folder) for name, folder in take(*_FOLDERS).items()}
+        of_text = take(*_TEXT_SETTINGS)
+        if (folders or of_text) and not all(task.length for task in tasks):
+            raise ValueError(f"recipe {self.name!r} uses no texts, so {', '.join(of_text | folders)} has no effect.")
         if folders:
             tasks = tuple(_with_folders(task, folders) for task in tasks)
-        of_task = {key: given.pop(key) for key in (*_TASK_SETTINGS, *_TEXT_SETTINGS) if key in given}
-        if of_task:
-            tasks = tuple(replace(task, **of_task, note=_noted(task, of_task)) for task in tasks)
-        of_stage: dict[str, Any] = {key: tuple(given.pop(key)) for key in ("criteria", "sparsities") if key in given}
-        tuning = given.pop("tuning_epochs", None)
+        of_task = take(*_TASK_SETTINGS) | of_text
+        tasks = tuple(replace(task, **of_task, note=_noted(task, of_task)) for task in tasks)
+        of_stage, tuning = take("criteria", "sparsities"), take("tuning_epochs")
         stages = tuple(replace(stage, **of_stage) for stage in stages)
-        if tuning is not None:
+        if tuning:
             if not any(stage.epochs for stage in stages):
                 raise ValueError(f"recipe {self.name!r} fine-tunes nothing, so tuning_epochs has no effect.")
-            stages = tuple(replace(s, epochs=tuning) if s.epochs else s for s in stages)
-        changed = set(given)
-        tasks = tuple(replace(t, own={k: v for k, v in t.own.items() if k not in changed}) for t in tasks)
-        own = ("methods", "priors", "curvatures", "seeds", "first_seed", "curves")
-        for name in given:
-            known = [*own, *_TASK_SETTINGS, *_TEXT_SETTINGS, *_FOLDERS, "criteria", "sparsities", "tasks", "stages"]
-            check_name("setting", name, known)
-        plain: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        }
-        return replace(self, tasks=tasks, stages=stages, **plain)
+            stages = tuple(replace(s, epochs=tuning["tuning_epochs"]) if s.epochs else s for s in stages)
+        own = take(*_OWN)
+        tasks = tuple(replace(t, own={k: v for k, v in t.own.items() if k not in own}) for t in tasks)
+        return replace(self, tasks=tasks, stages=stages, **own)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as they are saved with the run."""
@@ -245,6 +241,11 @@ class Recipe:
 _TASK_SETTINGS = ("epochs", "batch_size", "optimizer", "lr", "clip", "samples")
 _TEXT_SETTINGS = ("length", "test_samples", "scored")
 _FOLDERS = ("weights", "vocabularies")
+_OWN = ("methods", "priors", "curvatures", "seeds", "first_seed", "curves")
+#: Everything that :meth:`Recipe.override` takes.
+_SETTINGS = (
+    *("tasks", "stages", "criteria", "sparsities", "tuning_epochs"), *_OWN, *_TASK_SETTINGS, *_TEXT_SETTINGS, *_FOLDERS
+)  # fmt: skip
 #: How notes speak of epochs: "30 of 100 epochs", or "3 epochs".
 _EPOCHS = r"\b\d+( of \d+)? epochs"
 _WORDS = {
@@ -278,6 +279,8 @@ def _with_folders(task: Task, folders: dict[str, str]) -> Task:
     return replace(task, network=network, note=note)
 
 
-def _choose(kind: str, wanted: Iterable[str], among: tuple[Any, ...], recipe: str) -> tuple[Any, ...]:
+def _choose(kind: str, wanted: Iterable[str] | None, among: tuple[Any, ...], recipe: str) -> tuple[Any, ...]:
+    if wanted is None:
+        return among
     by_name = {one.name: one for one in among}
     return tuple(by_name[check_name(f"{kind} of {recipe!r}", name, by_name)] for name in wanted)
