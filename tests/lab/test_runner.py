@@ -143,10 +143,10 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path):
 
 def test_a_cell_whose_process_dies_is_listed(tmp_path, monkeypatch):
     class Dying(LocalEngine):
-        def start(self, folder, store, any_code):
-            running = super().start(folder, store, any_code)
-            running._process.kill()
-            return running
+        def _poll(self, process, folder):
+            process.kill()
+            process.wait()
+            return super()._poll(process, folder)
 
     outcome = run_study(recipe(methods=("map",)), tmp_path / "run", engine=Dying(1))
     assert list(outcome.failed.values()) == ["the process was ended by signal 9 (out of memory?)"]

@@ -39,7 +39,7 @@ def run_cell(folder: str, store: str, any_code: bool = False) -> None:
     except BaseException as error:
         if isinstance(error, Exception):
             write_text(place / ERROR, traceback.format_exc())
-            status.end("failed", error=f"{type(error).__name__}: {error}")
+            status.write("failed", error=f"{type(error).__name__}: {error}")
         raise
 
 
@@ -68,7 +68,7 @@ def _run(cell: Cell, place: Path, store: Path, any_code: bool, status: "_Status"
             common["learned"] = rows[0].get("learned", "")
         rows += [common | row for row in part]
         write_csv(place / ROWS, rows)
-    status.end("done", code=code, learned=rows[0].get("learned") != "no", accuracy=float(rows[0]["accuracy"]))
+    status.write("done", code=code, learned=rows[0].get("learned") != "no", accuracy=float(rows[0]["accuracy"]))
 
 
 class _Status:
@@ -84,14 +84,12 @@ class _Status:
         if time.monotonic() - self._last >= _SECONDS:
             part = 1 - _TRAINING if self.base else _TRAINING
             share = self.base + part * (done / of if of else 0.0)
-            self._write(state="running", note=note, done=done, of=of, share=round(share, 4))
+            self.write("running", note=note, done=done, of=of, share=round(share, 4))
             self._last = time.monotonic()
 
-    def end(self, state: str, **facts: Any) -> None:
-        self._write(state=state, **facts)
-
-    def _write(self, **facts: Any) -> None:
-        write_json(self._path, facts | {"seconds": round(time.time() - self._began, 2)} | self._fixed)
+    def write(self, state: str, **facts: Any) -> None:
+        seconds = round(time.time() - self._began, 2)
+        write_json(self._path, {"state": state, **facts, "seconds": seconds, **self._fixed})
 
 
 def serve() -> None:

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,33 +17,29 @@ from shaver.naming import require
 _QUEUED = 100
 
 
-class Running(Protocol):
-    """A cell that has been started."""
+@dataclass(frozen=True)
+class Running:
+    """A cell that has been started.
 
-    def poll(self) -> str | None:
-        """``None`` while it runs, then ``""``; or a few words if it was ended by something else."""
-        ...
+    Attributes:
+        poll: Returns ``None`` while it runs, then ``""``; or a few words if something else ended it.
+        stop: Ends it now; its files stay complete.
+    """
 
-    def stop(self) -> None:
-        """End it now; its files stay whole."""
-        ...
+    poll: Callable[[], str | None]
+    stop: Callable[[], object]
 
 
 class Engine(Protocol):
     """Starts cells."""
 
-    @property
-    def slots(self) -> int:
-        """How many cells run at once."""
-        ...
+    slots: int  # how many cells run at once
 
     def start(self, folder: Path, store: Path, any_code: bool) -> Running:
         """Start the cell of a folder."""
-        ...
 
     def close(self) -> None:
         """Release what was kept between cells."""
-        ...
 
 
 class LocalEngine:
@@ -65,7 +63,18 @@ class LocalEngine:
         assert process.stdin is not None
         process.stdin.write(json.dumps([str(folder), str(store), any_code]).encode() + b"\n")
         process.stdin.flush()
-        return _LocalCell(process, folder, self)
+        return Running(partial(self._poll, process, folder), partial(_end, process))
+
+    def _poll(self, process: "subprocess.Popen[bytes]", folder: Path) -> str | None:
+        code = process.poll()
+        if code is None:
+            if read_status(folder).get("state") not in ("done", "failed"):
+                return None
+            self._idle.append(process)
+            return ""
+        if code < 0:
+            return f"the process was ended by signal {-code}" + (" (out of memory?)" if code == -9 else "")
+        return "" if code == 0 else f"the process ended with code {code}; see {LOG}"
 
     def close(self) -> None:
         """End the idle processes."""
@@ -95,25 +104,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
     if process.stdin is not None:
         process.stdin.close()
-
-
-class _LocalCell:
-    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, engine: LocalEngine) -> None:
-        self._process, self._folder, self._engine = process, folder, engine
-
-    def poll(self) -> str | None:
-        code = self._process.poll()
-        if code is None:
-            if read_status(self._folder).get("state") not in ("done", "failed"):
-                return None
-            self._engine._idle.append(self._process)
-            return ""
-        if code < 0:
-            return f"the process was ended by signal {-code}" + (" (out of memory?)" if code == -9 else "")
-        return "" if code == 0 else f"the process ended with code {code}; see {LOG}"
-
-    def stop(self) -> None:
-        _end(self._process)
 
 
 class SlurmEngine:
@@ -148,21 +138,15 @@ class SlurmEngine:
 
     def start(self, folder: Path, store: Path, any_code: bool) -> Running:
         """Submit one job."""
-        return _Job(self._executor.submit(run_cell, str(folder.absolute()), str(store.absolute()), any_code))
+        job = self._executor.submit(run_cell, str(folder.absolute()), str(store.absolute()), any_code)
+        return Running(partial(_poll_job, job), job.cancel)
 
     def close(self) -> None:
         """Nothing is kept between jobs."""
 
 
-class _Job:
-    def __init__(self, job: Any) -> None:
-        self._job = job
-
-    def poll(self) -> str | None:
-        if not self._job.done():
-            return None
-        error = self._job.exception()
-        return "" if error is None else f"job {self._job.job_id} failed: {str(error).strip().splitlines()[-1]}"
-
-    def stop(self) -> None:
-        self._job.cancel()
+def _poll_job(job: Any) -> str | None:
+    if not job.done():
+        return None
+    error = job.exception()
+    return "" if error is None else f"job {job.job_id} failed: {str(error).strip().splitlines()[-1]}"

@@ -82,11 +82,11 @@ def obtain(
     store.mkdir(parents=True, exist_ok=True)
     lock = FileLock(store / f"{training.key}.lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         report("waiting for another process that trains this network", 0, training.fit["epochs"])
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         facts = _facts(folder)
         if facts is None or not (any_code or facts["code"] == code):
             facts = _train(training, data, folder, code, any_code, report)
@@ -94,8 +94,6 @@ def obtain(
         model = build_network(**saved["network"])
         model.load_state_dict(saved["weights"])
         return CachedNetwork(model.eval(), Posterior.load(folder / POSTERIOR), facts), folder
-    finally:
-        lock.release()
 
 
 def is_trained(store: Path, training: Training) -> bool:

@@ -14,6 +14,8 @@ import shaver
 #: Where the code behind a trained network begins, and that behind the rows of a cell.
 _STARTS = {"training": "shaver.lab.run.networks", "cell": "shaver.lab.run.cell"}
 _PACKAGES = ("shaver", "torch", "numpy", "scikit-learn", "torch-pruning", "pandas")
+#: The syntax nodes that may begin with a docstring.
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @cache
@@ -63,17 +65,10 @@ def _source(text: str) -> tuple[bytes, tuple[str, ...]]:
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             waiting += node.orelse
         elif isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler | ast.match_case):
-            _drop_docstring(node)
+            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                node.body[0] = ast.Pass()
             waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
     return hashlib.sha256(ast.dump(tree).encode()).digest(), tuple(dict.fromkeys(imports))
-
-
-def _drop_docstring(node: ast.AST) -> None:
-    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
-        return
-    first = node.body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        node.body[0] = ast.Pass()
 
 
 def _file_of(module: str) -> Path | None:

@@ -7,8 +7,6 @@ found by their contents, also those of other recipes in the same parent folder, 
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +100,13 @@ def run_study(
         if task.length is not None:
             check_folders(**task.network)
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    try:
+        alone = FileLock(folder / _LOCK).acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"another shaver run is at work in {folder}; wait for it, or choose another folder with --out."
+        ) from None
+    with alone:
         cells = cells_of(recipe)
         kept = _keep_earlier_table(folder, cells)
         write_json(folder / STUDY, _description(recipe, cells))
@@ -275,18 +279,3 @@ def at_work(folder: Path) -> bool:
             return False
     except Timeout:
         return True
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(
-            f"another shaver run is at work in {folder}; wait for it, or choose another folder with --out."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
