@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -37,19 +38,12 @@ class Layout(Generic[Content]):
 
 @dataclass(frozen=True)
 class DataSource(Generic[Content]):
-    """The layouts of a data set, best first, and the files to download.
+    """The layouts of a data set, and the files to download."""
 
-    Attributes:
-        name: The data set's name, also in :data:`shaver.data.download.MIRRORS`.
-        layouts: Tried in this order in each folder.
-        folder: The folder for downloaded files, relative to the data folder.
-        remote: File names and their official MD5.
-    """
-
-    name: str
-    layouts: tuple[Layout[Content], ...]
-    folder: str
-    remote: tuple[tuple[str, str], ...]
+    name: str  # the data set's name, also in :data:`shaver.data.download.MIRRORS`
+    layouts: tuple[Layout[Content], ...]  # tried in this order in each folder
+    folder: str  # for downloaded files, relative to the data folder
+    remote: tuple[tuple[str, str], ...]  # file names and their official MD5
 
     def read(self, root: str | os.PathLike[str] | None, download: bool) -> Content:
         """Read the data set from the first folder that has it; download it if none has.
@@ -60,28 +54,24 @@ class DataSource(Generic[Content]):
         """
         folders = search_path(root)
         found = self._read_from(folders)
-        if found is not None:
-            return found
         failure: OSError | None = None
-        if download:
-            target = _cache() if root is None else Path(root).expanduser()
+        if found is None and download:
+            target, _ = folders[-1]
             try:
                 for filename, md5 in self.remote:
                     downloads.fetch(self.name, filename, md5, target / self.folder)
             except OSError as error:
                 failure = error
             else:
-                found = self._read_from([(target, "")])
-                if found is not None:
-                    return found
-        raise FileNotFoundError(self._not_found(folders, failure)) from failure
+                found = self._read_from(folders[-1:])
+        if found is None:
+            raise FileNotFoundError(self._not_found(folders, failure)) from failure
+        return found
 
     def _read_from(self, folders: Sequence[tuple[Path, str]]) -> Content | None:
-        for folder, _ in folders:
-            for layout in self.layouts:
-                paths = layout.find(folder)
-                if paths is not None:
-                    return layout.read(paths)
+        for (folder, _), layout in product(folders, self.layouts):
+            if (paths := layout.find(folder)) is not None:
+                return layout.read(paths)
         return None
 
     def _not_found(self, folders: Sequence[tuple[Path, str]], failure: BaseException | None) -> str:
@@ -107,7 +97,10 @@ class DataSource(Generic[Content]):
 
 
 def search_path(root: str | os.PathLike[str] | None = None) -> list[tuple[Path, str]]:
-    """The folders to search, each with the reason: only ``root`` if given, else SHAVER_DATA and the cache."""
+    """The folders to search, each with the reason: only ``root`` if given, else SHAVER_DATA and the cache.
+
+    A missing data set is downloaded into the last one.
+    """
     if root is not None:
         return [(Path(root).expanduser(), "given as root")]
     variable = os.environ.get(VARIABLE)
