@@ -4,19 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from torch import nn
 
 from shaver.commands.options import CompactOptions
 from shaver.commands.outcome import COMPACTION, measure_network, show_and_write
-from shaver.commands.subject import (
-    Subject,
-    calibration_of,
-    criterion_of,
-    how_to_give_data,
-    posterior_of,
-    prepare,
-    scoring,
-)
+from shaver.commands.subject import Subject, criterion_of, how_to_give_data, prepare
 from shaver.measure.example import resize
 from shaver.naming import check_count
 from shaver.structure import CompactReport, compact_with_report, find_groups
@@ -28,15 +19,19 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
     """Make a network smaller as the options say, print the result, and write it if a folder is given."""
     subject = _prepare(options)
     assert subject.example is not None
-    posterior = None if options.sparsity is None else posterior_of(subject, console)
+    posterior = None if options.sparsity is None else subject.posterior(console)
     with console.status("Measuring the network as it is …"):
         rows = {"before": measure_network(subject.model, subject)}
     example = resize(subject.example, 2)  # two samples tell a constant from a value
     with console.status("Finding what belongs together …"):
         groups = find_groups(subject.model, example, residual=options.residual)
     with console.status("Choosing and removing units …") as status:
-        calibration = calibration_of(subject)
-        choice = _choice(options, subject) | {"groups": groups, "posterior": posterior}
+        calibration = subject.calibration() if options.repair else None
+        choice: dict[str, Any] = {"groups": groups, "posterior": posterior}
+        if options.sparsity is not None:  # else only dead units are removed
+            names = ("sparsity", "target", "spread", "round_to", "min_units")
+            choice |= {name: getattr(options, name) for name in names}
+            choice |= {"criterion": subject.criterion, **subject.scoring()}
         report = compact_with_report(
             subject.model,
             example,
@@ -50,9 +45,18 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
             rows["unrepaired"] = measure_network(plain, subject)
     console.print(str(report), highlight=False, markup=False)
     rows["after"] = rows["removed"] = measure_network(report.model, subject)
-    if options.finetune:
+    if options.finetune and subject.data is not None:
         with console.status(f"Fine-tuning for {options.finetune} epochs …"):
-            _finetune(report.model, subject, options)
+            fit(
+                report.model,
+                subject.data.train.origin,
+                method="map",
+                epochs=options.finetune,
+                lr=options.lr,
+                batch_size=options.batch_size,
+                likelihood=subject.likelihood,
+                seed=options.seed,
+            )
         rows["after"] = measure_network(report.model, subject)
         if "accuracy" in rows["removed"]:
             accuracy = 100 * rows["removed"]["accuracy"]
@@ -90,32 +94,3 @@ def _prepare(options: CompactOptions) -> Subject:
     if options.criterion is None and subject.data is not None and options.repair and not has_posterior:
         return replace(subject, criterion=DAMAGE)  # as shaver.compact does with calibration data
     return subject
-
-
-def _choice(options: CompactOptions, subject: Subject) -> dict[str, Any]:
-    """How units are chosen; without a sparsity, only dead units are removed."""
-    if options.sparsity is None:
-        return {}
-    return {
-        "criterion": subject.criterion,
-        "sparsity": options.sparsity,
-        "target": options.target,
-        "spread": options.spread,
-        "round_to": options.round_to,
-        "min_units": options.min_units,
-        **scoring(subject),
-    }
-
-
-def _finetune(model: nn.Module, subject: Subject, options: CompactOptions) -> None:
-    assert subject.data is not None
-    fit(
-        model,
-        subject.data.parts.train,
-        method="map",
-        epochs=options.finetune,
-        lr=options.lr,
-        batch_size=options.batch_size,
-        likelihood=subject.likelihood,
-        seed=options.seed,
-    )

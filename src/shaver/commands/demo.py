@@ -11,7 +11,7 @@ from torch import nn
 import shaver.data
 from shaver.commands.options import DemoOptions
 from shaver.commands.outcome import before_and_after
-from shaver.commands.run import show_unlearned
+from shaver.commands.run import show_problems
 from shaver.criteria import score
 from shaver.files import load_trained, save
 from shaver.io import read_json
@@ -50,10 +50,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
         outcome = run_study(recipe, out, engine=engine, store=out / "networks", console=console)
     finally:
         engine.close()
-    show_unlearned(outcome, console)
-    if outcome.failed:
-        listed = "\n".join(f"{label}: {error}" for label, error in outcome.failed.items())
-        raise RuntimeError(f"{len(outcome.failed)} cells failed (tracebacks are in {out}/cells).\n{listed}")
+    show_problems(outcome, console)
     _link_models(out)
     write_report([out], out, formats=("terminal", "markdown", "csv", "latex"), console=console)
     with drawing() as plt:

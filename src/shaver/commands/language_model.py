@@ -8,7 +8,7 @@ from rich.table import Table
 
 from shaver.commands.options import LAYERS, UNITS, PruneOptions
 from shaver.integrations.model_folder import PrunedFolder, prune_folder
-from shaver.integrations.oneshot import OneShot
+from shaver.integrations.oneshot import OneShot, PrunedMatrix
 from shaver.pruning.pruned import pattern_of
 
 #: The options that a language model with --calibration takes. Any other is refused.
@@ -83,11 +83,10 @@ def _table(pruned: PrunedFolder) -> Table:
     table = Table("matrix", box=None)
     for title in ("blocks", "weights", "kept", "output error, %"):
         table.add_column(title, justify="right")
-    kinds: dict[str, list[int]] = {}
-    for place, row in enumerate(pruned.matrices):
-        kinds.setdefault(_place(row.name)[1], []).append(place)
-    for kind, places in kinds.items():
-        rows = [pruned.matrices[place] for place in places]
+    kinds: dict[str, list[PrunedMatrix]] = {}
+    for row in pruned.matrices:
+        kinds.setdefault(_place(row.name)[1], []).append(row)
+    for kind, rows in kinds.items():
         error = 100 * sum(row.error for row in rows) / len(rows)
         weights, kept = sum(row.weights for row in rows), sum(row.kept for row in rows)
         table.add_row(kind, str(len(rows)), f"{weights:,}", f"{kept:,}", f"{error:.2f}")

@@ -9,15 +9,7 @@ import tyro
 from rich.console import Console
 
 from shaver import __version__
-from shaver.commands.options import (
-    CompactOptions,
-    DemoOptions,
-    ExportOptions,
-    ListOptions,
-    PruneOptions,
-    ReportOptions,
-    RunOptions,
-)
+from shaver.commands import options
 from shaver.naming import check_name
 
 _ABOUT = (
@@ -25,13 +17,13 @@ _ABOUT = (
 )
 #: Each command is the function ``run_NAME(options, console)`` in the file of its name.
 _COMMANDS: dict[str, Callable[..., Any]] = {
-    "compact": CompactOptions,
-    "demo": DemoOptions,
-    "export": ExportOptions,
-    "list": ListOptions,
-    "prune": PruneOptions,
-    "report": ReportOptions,
-    "run": RunOptions,
+    "compact": options.CompactOptions,
+    "demo": options.DemoOptions,
+    "export": options.ExportOptions,
+    "list": options.ListOptions,
+    "prune": options.PruneOptions,
+    "report": options.ReportOptions,
+    "run": options.RunOptions,
 }
 
 
@@ -44,12 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given and not given[0].startswith("-"):
             check_name("command", given[0], _COMMANDS)
-        options = tyro.extras.subcommand_cli_from_dict(
+        chosen = tyro.extras.subcommand_cli_from_dict(
             _COMMANDS, prog="shaver", description=_ABOUT, args=given or ["--help"]
         )
-        name = "language_model" if getattr(options, "calibration", None) else given[0]
+        name = "language_model" if getattr(chosen, "calibration", None) else given[0]
         module = import_module(f"shaver.commands.{name}")  # torch takes seconds to import; --help should not
-        getattr(module, f"run_{name}")(options, Console())
+        getattr(module, f"run_{name}")(chosen, Console())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

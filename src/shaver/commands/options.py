@@ -42,21 +42,18 @@ _SIZES = _reader("SIZE ...", int, "an integer", several=True)
 _SHARE_OR_AUTO = _reader(
     "SHARE|auto", lambda text: text if text == "auto" else float(text), "a share such as 0.95 or auto"
 )
-#: An option without a default of its own: the help does not say "default: None".
-_NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 #: The scopes that remove whole units and whole layers of a language model.
 UNITS, LAYERS = "units", "layers"
-_RECIPES_OWN = tyro.conf.arg(help_behavior_hint="(default: the recipe's own)")
 
 
 def _text(metavar: str, hint: str = "") -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
 
 
-def _names() -> Any:
-    return _text("NAME ...", "(default: the recipe's own)")
-
-
+#: An option without a default of its own: the help does not say "default: None".
+_NO_DEFAULT = tyro.conf.arg(help_behavior_hint="")
+_RECIPES_OWN = tyro.conf.arg(help_behavior_hint="(default: the recipe's own)")
+_NAMES = _text("NAME ...", "(default: the recipe's own)")
 _SCOPE = _text("global|layer|N:M|units|layers", "(default: global, or layer with --calibration)")
 
 
@@ -129,10 +126,10 @@ class RunOptions:
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
     scale: Literal["cpu", "paper"] = "cpu"
-    tasks: Annotated[tuple[str, ...] | None, _names()] = None
-    methods: Annotated[tuple[str, ...] | None, _names()] = None
-    priors: Annotated[tuple[str, ...] | None, _names()] = None
-    curvatures: Annotated[tuple[str, ...] | None, _names()] = None
+    tasks: Annotated[tuple[str, ...] | None, _NAMES] = None
+    methods: Annotated[tuple[str, ...] | None, _NAMES] = None
+    priors: Annotated[tuple[str, ...] | None, _NAMES] = None
+    curvatures: Annotated[tuple[str, ...] | None, _NAMES] = None
     seeds: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
     first_seed: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
     epochs: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
@@ -145,8 +142,8 @@ class RunOptions:
     length: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
     test_samples: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
     scored: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
-    stages: Annotated[tuple[str, ...] | None, _names()] = None
-    criteria: Annotated[tuple[str, ...] | None, _names()] = None
+    stages: Annotated[tuple[str, ...] | None, _NAMES] = None
+    criteria: Annotated[tuple[str, ...] | None, _NAMES] = None
     sparsities: Annotated[tuple[float, ...] | None, _SHARES, _RECIPES_OWN] = None
     tuning_epochs: Annotated[int | None, _WHOLE, _RECIPES_OWN] = None
     out: Annotated[Path | None, _text("FOLDER")] = None
@@ -275,9 +272,7 @@ class PruneOptions(NetworkOptions):
     """
 
     max_drop: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
-    scope: Annotated[
-        str | None, _text("global|layer|N:M|units|layers", "(default: global, or layer with --calibration)")
-    ] = None
+    scope: Annotated[str | None, _SCOPE] = None
     valid_fraction: Annotated[float | None, _SHARE, _NO_DEFAULT] = None
     cap: Annotated[float, _SHARE] = 1.0
     minimum: Annotated[int, _WHOLE] = 0

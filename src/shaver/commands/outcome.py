@@ -28,7 +28,8 @@ PRUNING, COMPACTION, ONNX = "pruning.json", "compact.json", "network.onnx"
 
 def measure_network(model: nn.Module, subject: Subject) -> Row:
     """Quality if there are data, size in memory and on disk, and FLOPs and time if there is an input."""
-    row: Row = summary(model, subject.test, subject.example, likelihood=subject.likelihood)
+    test = None if subject.data is None else subject.data.test.batches
+    row: Row = summary(model, test, subject.example, likelihood=subject.likelihood)
     with tempfile.TemporaryDirectory() as folder:  # what the files really take, headers and all
         row["bytes_stored"] = size_of(save(model, folder))
     return row

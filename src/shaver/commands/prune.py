@@ -8,16 +8,7 @@ from rich.console import Console
 from shaver import criteria
 from shaver.commands.options import LAYERS, UNITS, PruneOptions
 from shaver.commands.outcome import PRUNING, measure_network, show_and_write
-from shaver.commands.subject import (
-    Subject,
-    calibration_of,
-    check_held_out,
-    criterion_of,
-    how_to_give_data,
-    posterior_of,
-    prepare,
-    scoring,
-)
+from shaver.commands.subject import Subject, check_held_out, criterion_of, how_to_give_data, prepare
 from shaver.likelihoods import Classification
 from shaver.pruning import Pruned, prune
 from shaver.repairing import output_damage
@@ -28,15 +19,15 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
     """Prune a network as the options say, print the result, and write it if a folder is given."""
     subject = _prepare(options)
     model = subject.model
-    posterior = posterior_of(subject, console, "--sparsity auto" if options.sparsity == "auto" else None)
+    posterior = subject.posterior(console, "--sparsity auto" if options.sparsity == "auto" else None)
     with console.status(f"Scoring by {subject.criterion} …"):
         if subject.criterion == DAMAGE:
-            scores = output_damage(model, **scoring(subject))
+            scores = output_damage(model, **subject.scoring())
         else:
-            scores = criteria.score(model, subject.criterion, posterior=posterior, **scoring(subject))
+            scores = criteria.score(model, subject.criterion, posterior=posterior, **subject.scoring())
     with console.status("Measuring the network as it is …"):
         rows = {"before": measure_network(model, subject)}
-    calibration = calibration_of(subject)
+    calibration = subject.calibration() if options.repair else None
     plain = None if calibration is None else copy.deepcopy(model)
     with console.status("Pruning …" if calibration is None else "Pruning and repairing …") as status:
         valid = subject.data.valid if subject.data is not None and options.max_drop is not None else None

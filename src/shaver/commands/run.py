@@ -24,11 +24,22 @@ def run_run(options: RunOptions, console: Console) -> None:
         f"{outcome.done} cells done ({outcome.ran} of them now), {outcome.rows} rows in [bold]{folder}/results.csv[/]; "
         f"`shaver report {folder}` shows them."
     )
-    show_unlearned(outcome, console)
     if outcome.kept is not None:
         console.print(
             f"The folder held results of other settings; they are now in {outcome.kept}, and their cells stay.",
             style="yellow", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    show_problems(outcome, console)
+
+
+def show_problems(outcome: Outcome, console: Console) -> None:
+    """Name the networks that are no better than guessing, and raise an error that names the cells that failed."""
+    if outcome.unlearned:
+        listed = "\n".join(f"  {label}: accuracy {100 * found:.1f} %" for label, found in outcome.unlearned.items())
+        console.print(
+            f"WARNING: {len(outcome.unlearned)} of {outcome.done} networks did not learn: they are as good as "
+            f"guessing. Reports leave them out of every mean. A smaller learning rate usually helps.\n{listed}",
+            style="bold red", highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
     if outcome.failed:
         by_error: dict[str, list[str]] = {}
@@ -36,20 +47,8 @@ def run_run(options: RunOptions, console: Console) -> None:
             by_error.setdefault(error, []).append(label)
         listed = "\n".join(f"{'; '.join(labels)}:\n  {error}" for error, labels in by_error.items())
         raise RuntimeError(
-            f"{len(outcome.failed)} cells failed (tracebacks are in {folder}/cells/*/error.txt).\n{listed}"
+            f"{len(outcome.failed)} cells failed (tracebacks are in {outcome.folder}/cells/*/error.txt).\n{listed}"
         )
-
-
-def show_unlearned(outcome: Outcome, console: Console) -> None:
-    """Name the networks that are no better than guessing."""
-    if not outcome.unlearned:
-        return
-    listed = "\n".join(f"  {label}: accuracy {100 * found:.1f} %" for label, found in outcome.unlearned.items())
-    console.print(
-        f"WARNING: {len(outcome.unlearned)} of {outcome.done} networks did not learn: they are as good as guessing. "
-        f"Reports leave them out of every mean. A smaller learning rate usually helps.\n{listed}",
-        style="bold red", highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
 
 
 def _engine(options: RunOptions, folder: Path) -> Engine:
@@ -59,7 +58,7 @@ def _engine(options: RunOptions, folder: Path) -> Engine:
         return SlurmEngine(folder / "slurm", _pairs(options.slurm), slots=options.processes)
     if options.slurm:
         raise ValueError(f"--slurm {' '.join(options.slurm)} has an effect only with --engine slurm.")
-    return LocalEngine() if options.processes is None else LocalEngine(options.processes)
+    return LocalEngine(options.processes)
 
 
 def _pairs(texts: tuple[str, ...]) -> dict[str, Any]:

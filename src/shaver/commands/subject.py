@@ -2,10 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +40,6 @@ class Data:
     train: Source  # training data
     valid: Source | None  # validation data, if there are any
     test: Source  # test data
-    parts: Any  # what the parts were read from, with .train
 
 
 @dataclass(frozen=True)
@@ -61,18 +58,87 @@ class Subject:
         """The network."""
         return self.trained.model
 
-    @property
-    def test(self) -> Iterable[Any] | None:
-        """Test batches, if data were given."""
-        return None if self.data is None else self.data.test.batches
+    def posterior(self, console: Console, wanted: str | None = None) -> Posterior | None:
+        """The posterior that the criterion or the option ``wanted`` needs: SpaM's, or one that is estimated now."""
+        if wanted is None and (self.criterion == DAMAGE or "posterior" not in criteria.needs(self.criterion)):
+            return None
+        with console.status("Reading or estimating the posterior …"):
+            posterior, is_learned = self._read_or_estimate(wanted or f"--criterion {self.criterion}")
+        console.print(_origin(posterior, is_learned), highlight=False)
+        if wanted is not None and not is_learned:
+            raise ValueError(
+                "δ was not learned with these weights, so the evidence says little about how many can be removed: "
+                f"--max-drop 0.01 decides by validation data instead of {wanted}."
+            )
+        return posterior
+
+    def _read_or_estimate(self, wanted: str) -> tuple[Posterior, bool]:
+        """The posterior, and whether its δ was learned."""
+        options, trained, data = self.options, self.trained, self.data
+        if trained.posterior is not None and options.prior_precision is None:
+            return trained.posterior, True
+        if trained.method == "spam" and options.prior_precision is None:
+            raise ValueError(
+                f"{wanted} needs the posterior, which shaver.fit writes when a SpaM run is finished, and for these "
+                "weights there is none: call shaver.fit again to finish the run, or estimate one with --data and "
+                "--prior-precision."
+            )
+        if data is None:
+            raise ValueError(
+                f"{wanted} needs a posterior, and {options.checkpoint} has none: to estimate one, "
+                f"{how_to_give_data()}. Or choose --criterion magnitude, which needs nothing."
+            )
+        fraction = None
+        if options.samples is not None and options.samples < data.train.data_size:
+            fraction = options.samples / data.train.data_size
+        curvature = estimate(self.model, data.train.batches, self.likelihood, fraction=fraction, seed=options.seed)
+        if options.prior_precision is None:
+            return fit_prior(self.model, curvature), False
+        return Posterior(curvature, options.prior_precision, self.model), False
+
+    def calibration(self) -> list[Any] | None:
+        """Training batches for the repair, about :data:`CALIBRATION` samples; None without data."""
+        if self.data is None:
+            return None
+        batches: list[Any] = []
+        samples = 0
+        for batch in self.data.train.batches:
+            batches.append(batch)
+            samples += batch_size_of(batch)
+            if samples >= CALIBRATION:
+                break
+        return batches
+
+    def scoring(self) -> dict[str, Any]:
+        """What the criterion needs beside the model and a posterior, as arguments of :func:`shaver.score`."""
+        if self.criterion == DAMAGE:
+            return {"batches": self.calibration()}
+        chosen, data, samples = criteria.get(self.criterion), self.data, self.options.samples
+        given: dict[str, Any] = {"likelihood": self.likelihood, "seed": self.options.seed}
+        takes_example = "example" in chosen.needs
+        if takes_example or "batches" in chosen.needs:
+            if data is not None and samples is None:
+                given["batches"] = data.train.batches
+            elif data is not None and samples is not None:  # whole batches of a shuffled order
+                share = samples / data.train.data_size
+                given["batches"] = list(islice(data.train.batches, max(1, math.ceil(share * data.train.count))))
+            elif takes_example and self.example is not None:
+                given["example"] = self.example
+            else:
+                shape = " Or give --input-shape, such as --input-shape 1 28 28." if takes_example else ""
+                raise ValueError(f"--criterion {chosen.name} needs data: {how_to_give_data()}.{shape}")
+        return given
 
 
 def prepare(options: NetworkOptions, *, valid_fraction: float = 0.0) -> Subject:
     """Check the options that need nothing else, then read the network and the data, and see that they fit."""
     if isinstance(options.sparsity, float | int):
         check_sparsity(options.sparsity)
-    if options.out is not None:
-        check_free(options.out)
+    out = options.out
+    if out is not None and out.exists() and not (out / PLAN).exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(
+            f"--out {out} exists and holds something else; choose a new folder, or one that --out wrote before."
+        )
     if options.samples is not None:
         check_count("--samples", options.samples)
     if options.prior_precision is not None and not 0 < options.prior_precision < math.inf:
@@ -84,14 +150,6 @@ def prepare(options: NetworkOptions, *, valid_fraction: float = 0.0) -> Subject:
     if example is not None:
         _check_fits(trained.model, example, "--input-shape" if data is None else f"--data {options.data}")
     return Subject(options, criterion_of(options), trained, likelihood, data, example)
-
-
-def check_free(out: Path) -> None:
-    """Refuse a folder in which something else would be mixed up with the network."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / PLAN).exists())):
-        raise ValueError(
-            f"--out {out} exists and holds something else; choose a new folder, or one that --out wrote before."
-        )
 
 
 def check_held_out(options: PruneOptions) -> None:
@@ -163,7 +221,6 @@ def _open_data(spec: str, options: NetworkOptions, valid_fraction: float) -> Dat
         open_source(parts.train, "train", _BATCH, shuffle=options.samples is not None, seed=options.seed),
         None if valid is None else open_source(valid, "valid", _BATCH, shuffle=False),
         open_source(parts.test, "test", _BATCH, shuffle=False),
-        parts,
     )
 
 
@@ -193,63 +250,6 @@ def _check_fits(model: nn.Module, example: Example, option: str) -> None:
         raise ValueError(f"{option} does not fit {type(model).__name__}: {error}") from error
 
 
-def posterior_of(subject: Subject, console: Console, wanted: str | None = None) -> Posterior | None:
-    """The posterior that the criterion or ``wanted``, another option, needs: SpaM's, or one that is estimated now."""
-    if wanted is None and (subject.criterion == DAMAGE or "posterior" not in criteria.needs(subject.criterion)):
-        return None
-    with console.status("Reading or estimating the posterior …"):
-        posterior, is_learned = _posterior(subject, wanted or f"--criterion {subject.criterion}")
-    console.print(_origin(posterior, is_learned), highlight=False)
-    if wanted is not None and not is_learned:
-        raise ValueError(
-            "δ was not learned with these weights, so the evidence says little about how many can be removed: "
-            f"--max-drop 0.01 decides by validation data instead of {wanted}."
-        )
-    return posterior
-
-
-def _posterior(subject: Subject, wanted: str) -> tuple[Posterior, bool]:
-    """The posterior, and whether its δ was learned."""
-    options, trained, data = subject.options, subject.trained, subject.data
-    if trained.posterior is not None and options.prior_precision is None:
-        return trained.posterior, True
-    if trained.method == "spam" and options.prior_precision is None:
-        raise ValueError(
-            f"{wanted} needs the posterior, which shaver.fit writes when a SpaM run is finished, and for these weights "
-            "there is none: call shaver.fit again to finish the run, or estimate one with --data and --prior-precision."
-        )
-    if data is None:
-        raise ValueError(
-            f"{wanted} needs a posterior, and {options.checkpoint} has none: to estimate one, {how_to_give_data()}. "
-            "Or choose --criterion magnitude, which needs nothing."
-        )
-    fraction = None
-    if options.samples is not None and options.samples < data.train.data_size:
-        fraction = options.samples / data.train.data_size
-    curvature = estimate(subject.model, data.train.batches, subject.likelihood, fraction=fraction, seed=options.seed)
-    if options.prior_precision is None:
-        return fit_prior(subject.model, curvature), False
-    return Posterior(curvature, options.prior_precision, subject.model), False
-
-
-def calibration_of(subject: Subject) -> list[Any] | None:
-    """Training batches for the repair; None without data or with --no-repair."""
-    return None if subject.data is None or not subject.options.repair else calibration_batches(subject)
-
-
-def calibration_batches(subject: Subject) -> list[Any]:
-    """Training batches, about :data:`CALIBRATION` samples."""
-    assert subject.data is not None
-    batches: list[Any] = []
-    samples = 0
-    for batch in subject.data.train.batches:
-        batches.append(batch)
-        samples += batch_size_of(batch)
-        if samples >= CALIBRATION:
-            break
-    return batches
-
-
 def _origin(posterior: Posterior, is_learned: bool) -> str:
     """Where a posterior comes from, in words."""
     if is_learned:
@@ -262,29 +262,3 @@ def _origin(posterior: Posterior, is_learned: bool) -> str:
         "Posterior: from the curvature at these weights, with the prior precision of each layer chosen by the evidence "
         f"({low:.3g} to {high:.3g})."
     )
-
-
-def scoring(subject: Subject) -> dict[str, Any]:
-    """What the criterion needs beside the model and a posterior, as arguments of :func:`shaver.score`."""
-    if subject.criterion == DAMAGE:
-        return {"batches": calibration_batches(subject)}
-    chosen, data = criteria.get(subject.criterion), subject.data
-    given: dict[str, Any] = {"likelihood": subject.likelihood, "seed": subject.options.seed}
-    takes_example = "example" in chosen.needs
-    if takes_example or "batches" in chosen.needs:
-        if data is not None:
-            given["batches"] = _training_batches(data, subject.options.samples)
-        elif takes_example and subject.example is not None:
-            given["example"] = subject.example
-        else:
-            shape = " Or give --input-shape, such as --input-shape 1 28 28." if takes_example else ""
-            raise ValueError(f"--criterion {chosen.name} needs data: {how_to_give_data()}.{shape}")
-    return given
-
-
-def _training_batches(data: Data, samples: int | None) -> Iterable[Any]:
-    """All training batches, or the first ones of a shuffled order with about this many samples."""
-    if samples is None:
-        return data.train.batches
-    share = samples / data.train.data_size
-    return list(islice(data.train.batches, max(1, math.ceil(share * data.train.count))))
