@@ -6,12 +6,9 @@ Example:
     (('posterior',), ('batches',), ())
 """
 
-import shaver.criteria.grasp
-import shaver.criteria.magnitude
-import shaver.criteria.obd
-import shaver.criteria.opd
-import shaver.criteria.random
-import shaver.criteria.snip
+import shaver.criteria.baselines
+import shaver.criteria.gradients
+import shaver.criteria.posterior_damage
 import shaver.criteria.synflow
 import shaver.criteria.wanda  # noqa: F401
 from shaver.criteria.prunable_weights import Rule, prunable

@@ -1,18 +1,17 @@
 """``score``: one number per prunable weight. The lowest are pruned first."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shaver.batches import Forward, Targets, check_batches, check_network, forward_of, targets_of
 from shaver.criteria.prunable_weights import Rule, prunable
 from shaver.criteria.registry import Given, PosteriorLike, Scores, check_posterior, get
+from shaver.curvature.capture import undisturbed
 from shaver.likelihoods import Likelihood, get_likelihood
-from shaver.measure.evaluating import evaluating
 from shaver.naming import check_count, check_flags, check_functions
+from shaver.priors import broadcasts
 
 
 def score(
@@ -77,28 +76,14 @@ def score(
         weights=prunable(model, rule, exclude_first=exclude_first, exclude_last=exclude_last),
         seed=seed,
         likelihood=get_likelihood(likelihood),
-        forward=forward if forward is not None else forward_of,
-        targets=targets if targets is not None else targets_of,
+        forward=forward or forward_of,
+        targets=targets or targets_of,
         _posterior=posterior,
         _batches=batches,
     )
-    with evaluating(model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with undisturbed(model):
         scores = chosen.function(given, **options)
     return Scores(_checked(criterion, given.weights, scores), chosen.degree)
-
-
-@contextmanager
-def differentiable(weights: Mapping[str, nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The weights, including frozen ones, with ``requires_grad`` set. The flags are restored afterwards."""
-    flags = [(weight, weight.requires_grad) for weight in weights.values()]
-    try:
-        with torch.enable_grad():
-            for weight, _ in flags:
-                weight.requires_grad_(True)
-            yield [weight for weight, _ in flags]
-    finally:
-        for weight, flag in flags:
-            weight.requires_grad_(flag)
 
 
 def of_weight(values: Mapping[str, Tensor], name: str, weight: Tensor, what: str, *, broadcast: bool = False) -> Tensor:
@@ -117,9 +102,7 @@ def of_weight(values: Mapping[str, Tensor], name: str, weight: Tensor, what: str
             "frozen; rule=lambda name, parameter: parameter.requires_grad scores only the trained weights."
         )
     found = values[name]
-    sizes = zip(reversed(found.shape), reversed(weight.shape), strict=False)
-    spreads = found.ndim <= weight.ndim and all(a in (1, b) for a, b in sizes)
-    if found.shape != weight.shape and not (broadcast and spreads):
+    if found.shape != weight.shape and not (broadcast and broadcasts(found.shape, weight.shape)):
         raise ValueError(
             f"the posterior's {what} for {name!r} has shape {tuple(found.shape)}, the weight {tuple(weight.shape)}: "
             "the posterior belongs to another model, or the model has changed since."

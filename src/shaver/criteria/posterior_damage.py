@@ -1,4 +1,4 @@
-"""OPD, optimal posterior damage: S = P_pp θ² with the posterior precision P = H + δ."""
+"""OPD, optimal posterior damage, P_pp θ² with P = H + δ; OBD, optimal brain damage, ½ H_pp θ² (LeCun et al., 1989)."""
 
 from torch import Tensor
 
@@ -16,3 +16,13 @@ def opd(given: Given) -> dict[str, Tensor]:
     weights = {name: weight.detach() for name, weight in given.weights.items()}
     # Multiplying by θ twice needs one large temporary less than θ².
     return {name: (of_weight(precision, name, w, "precision") * w).mul_(w) for name, w in weights.items()}
+
+
+@criterion("obd", needs=["posterior"], degree=2)
+def obd(given: Given) -> dict[str, Tensor]:
+    """S_p = ½ H_pp θ_p²: how much the loss rises, to second order, at its minimum. The prior does not count."""
+    curvature = given.posterior.curvature.diagonal()
+    return {
+        name: 0.5 * of_weight(curvature, name, weight, "curvature") * weight.detach().square()
+        for name, weight in given.weights.items()
+    }

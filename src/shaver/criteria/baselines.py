@@ -1,9 +1,15 @@
-"""Random: independent uniform scores, as a baseline."""
+"""Criteria without data or posterior: magnitude, |θ|, and independent uniform scores."""
 
 import torch
 from torch import Tensor
 
 from shaver.criteria.registry import Given, criterion
+
+
+@criterion("magnitude")
+def magnitude(given: Given) -> dict[str, Tensor]:
+    """|θ|, the weight's absolute value."""
+    return {name: weight.detach().abs() for name, weight in given.weights.items()}
 
 
 @criterion("random")
