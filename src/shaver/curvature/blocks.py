@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +32,7 @@ def row_pieces(values: Tensor) -> Iterator[slice | EllipsisType]:
 def summed(function: Callable[..., Tensor], first: Tensor, *others: Tensor) -> Tensor:
     """Σ function(first, *others) in float64, without a temporary as large as the tensors.
 
-    Args:
-        function: Computes one value per element.
-        first: Its shape is that of all values.
-        others: Broadcastable to that shape.
+    The function works element by element; ``others`` broadcast to the shape of ``first``.
     """
     whole = [first, *(other.expand_as(first) for other in others)]
     parts = [function(*(values[rows] for values in whole)).sum(dtype=torch.float64) for rows in row_pieces(first)]
@@ -43,11 +41,7 @@ def summed(function: Callable[..., Tensor], first: Tensor, *others: Tensor) -> T
 
 @dataclass
 class DiagonalBlock:
-    """The diagonal of H for one parameter: one number per weight, summed over the data.
-
-    Attributes:
-        values: Shaped like the parameter.
-    """
+    """The diagonal of H for one parameter: ``values`` has its shape and one sum over the data per weight."""
 
     values: Tensor
 
@@ -168,12 +162,7 @@ class Curvature:
         return {name: block.diagonal() for name, block in self.blocks.items()}
 
     def select(self, kept: Selection, added: Mapping[str, Tensor] | None = None) -> "Curvature":
-        """H of a smaller network. New parameters start at zero.
-
-        Args:
-            kept: Parameter → dimension → the kept positions.
-            added: New parameters by name.
-        """
+        """H of a smaller network with the kept positions of each parameter. ``added`` parameters start at zero."""
         blocks = {name: block.select(kept.get(name, {})) for name, block in self}
         blocks |= {n: DiagonalBlock(torch.zeros_like(at_least_float32(p.detach()))) for n, p in (added or {}).items()}
         rest = (self.log_likelihood, self.data_size, self.structure, self.source)
@@ -205,31 +194,21 @@ class Curvature:
 
     def state_dict(self) -> dict[str, object]:
         """Tensors and plain values, enough for :meth:`from_state_dict`; holds no code."""
-        blocks: dict[str, object] = {}
-        for name, block in self:
-            entry: dict[str, object] = dict(block.tensors())
-            if isinstance(block, KroneckerBlock):
-                entry |= {"shape": list(block.shape), "transposed": block.transposed}
-            blocks[name] = entry
-        return {
-            "blocks": blocks,
-            "log_likelihood": self.log_likelihood,
-            "data_size": self.data_size,
-            "structure": self.structure,
-            "source": self.source,
-            "rules": dict(self.rules),
+        blocks: dict[str, object] = {
+            name: block.tensors() | {"shape": list(block.shape), "transposed": block.transposed}
+            if isinstance(block, KroneckerBlock)
+            else block.tensors()
+            for name, block in self
         }
+        return vars(self) | {"blocks": blocks, "rules": dict(self.rules)}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, object]) -> "Curvature":
+    def from_state_dict(cls, state: dict[str, Any]) -> "Curvature":
         """Rebuild from :meth:`state_dict`."""
-        entries = state["blocks"]
-        assert isinstance(entries, dict)
         blocks: dict[str, Block] = {
             name: DiagonalBlock(e["values"])
             if "values" in e
             else KroneckerBlock(e["A"], e["G"], torch.Size(e["shape"]), bool(e["transposed"]))
-            for name, e in entries.items()
+            for name, e in state["blocks"].items()
         }
-        rest = {key: value for key, value in state.items() if key != "blocks"}
-        return cls(blocks=blocks, **rest)  # type: ignore[arg-type]
+        return cls(**{**state, "blocks": blocks})

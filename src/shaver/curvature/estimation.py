@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,7 +114,8 @@ class _Estimation:
         self.plan: Plan | None = None
         self.planned_for = 0
         self.diagonals: dict[str, Tensor] = {}
-        self.factors: dict[str, _Factors] = {}
+        self.factors: dict[str, KroneckerBlock] = {}  # with a sum over samples in A, not a mean
+        self.counts: dict[str, int] = {}  # the number of terms in that sum
         self._gradient_factors: dict[tuple[int, ...], Tensor] = {}
         self.log_likelihood = 0.0
         self.seen = self.used = 0
@@ -259,13 +260,15 @@ class _Estimation:
         if not all(bool(torch.isfinite(s.sum())) for s in sums):
             raise _not_finite(name, index)
         if name not in self.factors:
-            self.factors[name] = _Factors(inputs, gradient.clone(), count, isinstance(use, Outer) and use.transposed)
+            transposed = isinstance(use, Outer) and use.transposed
+            self.factors[name] = KroneckerBlock(inputs, gradient.clone(), self.wanted[name].shape, transposed)
+            self.counts[name] = count
             return
         known = self.factors[name]
         known.G += gradient
         if first:
             known.A += inputs
-            known.count += count
+            self.counts[name] += count
 
     def _gradient_factor(self, uses: list[Outer | Shift]) -> Tensor:
         """G over these output gradients. A layer's weight and bias share it, so it is computed once."""
@@ -306,21 +309,10 @@ class _Estimation:
             if values is None:
                 values = torch.zeros_like(at_least_float32(parameter.detach()))
             return DiagonalBlock(values), "diagonal"
-        f = self.factors[name]
-        block = KroneckerBlock(f.A / f.count, f.G, parameter.shape, f.transposed)
+        block = replace(self.factors[name], A=self.factors[name].A / self.counts[name])
         if values is None:
             return block, "kronecker"
         return DiagonalBlock(values + block.diagonal()), "diagonal (generic rule in some batches)"
-
-
-@dataclass
-class _Factors:
-    """Running sums of a Kronecker block."""
-
-    A: Tensor
-    G: Tensor
-    count: int
-    transposed: bool
 
 
 def _dimension(use: Outer | Shift) -> int:

@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from shaver.batches import outputs_in
-from shaver.curvature.blocks import Curvature, DiagonalBlock, at_least_float32
+from shaver.curvature.blocks import Curvature, DiagonalBlock
 from shaver.curvature.capture import Functional, copied, trainable_parameters, uncompiled, undisturbed
 from shaver.curvature.estimation import MEMORY_BUDGET
 from shaver.curvature.generic import GenericRule
 from shaver.curvature.measurement import Measurement, Request
 from shaver.curvature.plan import Plan
-from shaver.curvature.sharded import check_generic, plan_for
+from shaver.curvature.rule_choice import check_generic, plan_for
 from shaver.likelihoods import Classification, Likelihood, get_likelihood
 from shaver.naming import check_count, check_functions, check_name, check_number
 from shaver.ranks import ALONE, Ranks, held_parameters
@@ -126,9 +125,7 @@ class OnlineCurvature:
         before = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
         # before all other hooks; if sharded, after the hook that gathers the weights
         prepend = not self._held.is_sharded
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(before, with_kwargs=True, prepend=prepend)
-        ]
+        self._handle = model.register_forward_pre_hook(before, with_kwargs=True, prepend=prepend)
 
     # For users -------------------------------------------------------------------------------------------------
 
@@ -211,8 +208,7 @@ class OnlineCurvature:
     def select(self, kept: Selection) -> None:
         """After the model's tensors were sliced in place: slice the average too, and choose the rules again.
 
-        Args:
-            kept: Parameter → dimension → the kept positions. New parameters start at zero.
+        New parameters start at zero.
         """
         self.forget()
         self.plan, self._planned_for = None, 0
@@ -220,16 +216,12 @@ class OnlineCurvature:
         self._held = held_parameters(self.wanted, self.ranks)
         self.average = {name: take(average, kept.get(name)) for name, average in self.average.items()}
         if self.average:
-            for name, p in self.wanted.items():
-                if name not in self.average:
-                    self.average[name] = torch.zeros_like(at_least_float32(p.detach()))
+            self._add_zeros()
 
     def close(self) -> None:
         """Remove the hook from the model."""
         self._during.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._handle.remove()
         self.forget()
 
     def state_dict(self) -> dict[str, object]:
@@ -318,6 +310,10 @@ class OnlineCurvature:
         else:
             self._sums[name] = squares
 
+    def _add_zeros(self) -> None:
+        """Start the average of new parameters."""
+        self.average |= {name: self._held.zeros(name) for name in self.wanted if name not in self.average}
+
     def _merge(self, passes: list[Measurement], scale: float | None) -> bool:
         """Scale the step's sums to the data set and add them to the average; False if they overflowed."""
         own, counted = sum(seen.count for seen in passes), [seen for seen in passes if seen.factor]
@@ -355,9 +351,7 @@ class OnlineCurvature:
         if self.ranks:
             self._held.gather(self._sums, unit, self.loss, own)
             unit = 1.0
-        for name in self.wanted:
-            if name not in self.average:
-                self.average[name] = self._held.zeros(name)
+        self._add_zeros()
         seen_names = [name for name in self.wanted if name in self._sums]
         newest = (1 - self.decay) / (1 - self.decay ** (self.measurements + 1))  # corrects the bias of the first ones
         torch._foreach_mul_(list(self.average.values()), 1 - newest)

@@ -3,6 +3,7 @@
 :mod:`shaver.curvature.rule_choice` makes plans.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -29,14 +30,6 @@ class PlannedLayer:
     layout: str  # one of LAYOUTS
     # the parameter's own name in the layer → its name in the model
     parameters: dict[str, str] = field(default_factory=dict)
-
-    def fits(self, shape: torch.Size, count: int) -> bool:
-        """Whether an input of this shape fits ``count`` samples in this layout."""
-        if self.layout == "first":
-            return shape[0] == count
-        if self.layout == "second":
-            return len(shape) > 1 and shape[1] == count
-        return shape[0] > 0 and shape[0] % count == 0
 
 
 @dataclass
@@ -92,7 +85,7 @@ class Plan:
     def doubted(self, calls: Sequence[Call], count: int) -> set[str]:
         """Parameters of layers whose inputs do not fit the planned layout; they get the generic rule."""
         layers = [(call, self.layers[call.name]) for call in calls if call.parameter is None]
-        wrong = (call for call, layer in layers if not layer.fits(call.inputs.shape, count))
+        wrong = (call for call, layer in layers if not _fits(call.inputs.shape, layer.layout, count))
         return {name for call in wrong for name in self.served(call).values()}
 
     def misrouted(self, calls: Sequence[Call], outputs: Tensor | GradientEdge, direction: Tensor) -> set[str]:
@@ -130,9 +123,7 @@ class Plan:
     def single_uses(self, calls: Sequence[Call]) -> list[bool]:
         """Whether the parameters of each call occur in no other call."""
         names = [list(self.served(call).values()) for call in calls]
-        counts: dict[str, int] = {}
-        for name in (name for several in names for name in several):
-            counts[name] = counts.get(name, 0) + 1
+        counts = Counter(name for several in names for name in several)
         return [all(counts[name] == 1 for name in several) for several in names]
 
     def labels(self) -> dict[str, str]:
@@ -149,20 +140,26 @@ class Plan:
         return labels | dict.fromkeys(self.idle, "no gradient reaches it")
 
 
+def _fits(shape: torch.Size, layout: str, count: int) -> bool:
+    """Whether a tensor of this shape can hold ``count`` samples in this layout."""
+    if layout == "first":
+        return shape[0] == count
+    if layout == "second":
+        return len(shape) > 1 and shape[1] == count
+    return shape[0] > 0 and shape[0] % count == 0
+
+
 def arranged(call: Call, grad: Tensor, layout: str, count: int) -> tuple[Tensor, Tensor]:
     """Inputs and output gradients with the samples first, in at least single precision."""
+    if not (_fits(call.inputs.shape, layout, count) and _fits(call.shape, layout, count)):
+        raise ValueError(f"the samples do not come {layout}")
     inputs, grads = call.inputs, grad.reshape(len(grad), *call.shape)
     if layout == "second":
         inputs, grads = inputs.transpose(0, 1), grads.transpose(1, 2)
-    if layout in ("first", "second"):
-        if inputs.shape[0] != count or grads.shape[1] != count:
-            raise ValueError(f"the samples do not come {layout}")
-    elif inputs.shape[0] % count:
-        raise ValueError("the samples are not folded into the first dimension")
     elif layout == "folded":
         inputs = inputs.reshape(count, -1, *inputs.shape[1:])
         grads = grads.reshape(len(grads), count, -1, *grads.shape[2:])
-    else:
+    elif layout == "folded last":
         inputs = inputs.reshape(-1, count, *inputs.shape[1:]).transpose(0, 1)
         grads = grads.reshape(len(grads), -1, count, *grads.shape[2:]).transpose(1, 2)
     return at_least_float32(inputs), at_least_float32(grads)

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from shaver.batches import Forward, batch_size_of
+from shaver.batches import Forward, batch_size_of, tensors_in
 from shaver.curvature.blocks import at_least_float32
 from shaver.curvature.capture import Call, Functional, Recording, Samples, copied
 from shaver.curvature.uses import Use
@@ -77,17 +76,13 @@ class RuleProbe:
         generator = torch.Generator().manual_seed(0)
         self.weights = {name: _perturbed(p, generator) for name, p in wanted.items()}
         self._recording = Recording(modules, {name: w for name, w in self.weights.items() if w.ndim == 2})
-        self.alters_inputs = False  # whether the network changes its input in place
         with self.function.placed(self.weights):  # also in backward passes, which may compute activations again
             outputs = self._first_pass(batch)
             self.outputs = outputs.detach()
             self.direction = torch.randn(outputs.shape, generator=generator).to(outputs)
-            edges = [call.edge for call in self.calls]
-            grads = (
-                torch.autograd.grad(outputs, edges, self.direction, retain_graph=True, allow_unused=True)
-                if edges
-                else ()
-            )
+            grads: Sequence[Tensor | None] = ()
+            if edges := [call.edge for call in self.calls]:
+                grads = torch.autograd.grad(outputs, edges, self.direction, retain_graph=True, allow_unused=True)
         self._graph = outputs
         self._floor = 0.0
         # module name → its calls that have a gradient, with that gradient (1, *output shape)
@@ -140,7 +135,8 @@ class RuleProbe:
         for count in dict.fromkeys([max(1, self.count - 1), self.count]):
             with recording.of(count) as calls:
                 outputs = self.function.at(self.weights, copied(self.samples.take(self.batch, slice(0, count))))
-            if not self._close(outputs.detach(), self.outputs[:count], 0.0):
+            found, expected = outputs.detach(), self.outputs[:count]
+            if found.shape != expected.shape or not _rms(found - expected) <= tolerance(expected) * _rms(expected):
                 raise ValueError("the outputs change")
         return calls, torch.autograd.grad(outputs, [c.edge for c in calls], self.direction, allow_unused=True)
 
@@ -192,10 +188,9 @@ class RuleProbe:
         given, routing = copied(self.batch), _Routing()
         with described(self.batch), routing, self._recording.of(self.count) as self.calls:
             outputs = self.function(given)
-        self.routed = (
-            routing.found
-        )  # whether the data may decide which rows a layer receives, as in a mixture of experts
-        self.alters_inputs = any(isinstance(v, Tensor) and v._version > 0 for v in tree_leaves(given))
+        # whether the data may decide which rows a layer receives, as in a mixture of experts
+        self.routed = routing.found
+        self.alters_inputs = any(tensor._version > 0 for tensor in tensors_in(given))
         check_outputs(outputs, self.count)
         self._check_independent(outputs.detach())
         return outputs
@@ -229,14 +224,6 @@ class RuleProbe:
         # NaN is reported when the batch is processed
         if bool(finite) and bool(distance > tolerance(alone) * scale):
             raise ValueError(message)
-
-    @staticmethod
-    def _close(found: Tensor, expected: Tensor, floor: float) -> bool:
-        """Equal up to rounding, relative to the expected size; for an expected zero, relative to ``floor``."""
-        if found.shape != expected.shape:
-            return False
-        missed = _rms(found - expected.to(found.dtype))
-        return missed <= tolerance(expected) * (_rms(expected) + negligible(expected) * floor)
 
 
 class _Routing(TorchFunctionMode):
@@ -293,8 +280,7 @@ def described(batch: Any) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        shapes = [f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in tree_leaves(batch)
-                  if isinstance(v, Tensor)]  # fmt: skip
+        shapes = [f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in tensors_in(batch)]
         raise ValueError(f"the model cannot process a batch with tensors {', '.join(shapes)}: {error}") from error
 
 

@@ -8,19 +8,21 @@ and whether a subclass computes something else. A parameter that no strategy fit
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shaver.batches import Forward
-from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Recording, SharedInput
+from shaver.curvature.capture import FUNCTIONAL, Call, Copies, Recording, SharedInput, undisturbed
 from shaver.curvature.kernels import kernel_shape
 from shaver.curvature.plan import LAYOUTS, Plan, PlannedLayer, arranged
 from shaver.curvature.probe import Reference, RuleProbe
 from shaver.curvature.rules import Candidate, candidates_for, linear
 from shaver.curvature.uses import Dense, Use, merge
+from shaver.ranks import HeldParameters
+from shaver.shards import whole_copy
 
 #: Largest number of combinations of rules and layouts that are tried for a parameter with several uses.
 _COMBINATIONS = 256
@@ -56,6 +58,36 @@ class RuleChoice:
 def make_plan(model: nn.Module, forward: Forward | None, batch: Any, wanted: Mapping[str, Tensor]) -> Plan:
     """Choose a rule for every wanted parameter and check it on a few samples of ``batch``."""
     return _Chooser(model, forward, batch, wanted).plan_of(wanted)
+
+
+def plan_for(held: HeldParameters, model: nn.Module, forward: Forward, batch: Any) -> Plan:
+    """Choose the rules. Sharded parameters (FSDP2) have values only while the model runs, so a whole copy stands in."""
+    if not held.is_sharded:
+        with undisturbed(model):
+            return make_plan(model, forward, batch, held.parameters)
+    copy = whole_copy(model)
+    with undisturbed(copy):
+        plan = make_plan(copy, forward, batch, {name: p for name, p in copy.named_parameters() if p.requires_grad})
+    check_generic(held, [*plan.generic, *plan.recording.linears])
+    if plan.routed:
+        raise NotImplementedError(
+            "the data decide which rows a layer receives (a mixture of experts, an index by a tensor), which sharded "
+            "parameters do not support; train with DistributedDataParallel."
+        )
+    modules = {name: model.get_submodule(name) for name in plan.recording.modules}
+    copies = [replace(raw, module=model.get_submodule(raw.name)) for raw in plan.recording.copies]
+    plan.recording = replace(plan.recording, modules=modules, copies=copies)
+    return plan
+
+
+def check_generic(held: HeldParameters, names: list[str]) -> None:
+    """Refuse the generic rule for sharded parameters, because it needs whole ones."""
+    if names and held.is_sharded:
+        raise NotImplementedError(
+            f"{names[0]!r} is used outside a layer that has a rule, or its layer received different rows in the first "
+            "step; sharded parameters support neither. Train with DistributedDataParallel, or set requires_grad to "
+            "False for it."
+        )
 
 
 class _Chooser:

@@ -8,7 +8,8 @@ Shapes: B samples, K output gradients, T positions (pixels, tokens) per sample, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -237,22 +238,20 @@ def merge(uses: Sequence[Use]) -> Use:
     first = uses[0]
     if len(uses) == 1:
         return first
-    if isinstance(first, Outer) and all(isinstance(u, Outer) and u.transposed == first.transposed for u in uses):
-        outers = [u for u in uses if isinstance(u, Outer)]
-        if len({u.groups for u in outers}) == 1:
-            return Outer(
-                lambda piece: torch.cat([u.inputs(piece) for u in outers], -1),
-                torch.cat([u.grads for u in outers], -1),
-                first.shape,
-                first.groups,
-                first.transposed,
-            )
+    outers = [u for u in uses if isinstance(u, Outer)]
+    if len(outers) == len(uses) and len({(u.groups, u.transposed) for u in outers}) == 1:
+        return replace(
+            outers[0],
+            inputs=lambda piece: torch.cat([u.inputs(piece) for u in outers], -1),
+            grads=torch.cat([u.grads for u in outers], -1),
+            kernel=None,
+        )
     if isinstance(first, Shift) and all(isinstance(u, Shift) and u.groups == first.groups for u in uses):
         return Shift(torch.cat([u.grads for u in uses if isinstance(u, Shift)], -1), first.groups)
     if isinstance(first, Dense) and all(isinstance(u, Dense) for u in uses):
         return Dense(torch.stack([u.grads for u in uses if isinstance(u, Dense)]).sum(0))
     tables = [u for u in uses if isinstance(u, Rows)]
-    matrices = [u for u in uses if isinstance(u, Outer) and u.groups == 1 and not u.transposed and len(u.shape) == 2]
+    matrices = [u for u in outers if u.groups == 1 and not u.transposed and len(u.shape) == 2]
     if tables and len(tables) + len(matrices) == len(uses):
         index, grads = torch.cat([u.index for u in tables], 1), torch.cat([u.masked() for u in tables], 2)
         table = Rows(index, grads, first.shape)  # type: ignore[attr-defined]
@@ -306,14 +305,8 @@ class Several:
         """Σ (Σ_uses g)², one sample at a time."""
         first = self.uses[0]
         batch = first.grads.shape[1]  # type: ignore[attr-defined]
-        total = self.per_sample(0, 1).square_().sum((0, 1))
-        for start in range(1, batch):
-            total += self.per_sample(start, start + 1).square_().sum((0, 1))
-        return total
+        return reduce(Tensor.add_, (self.per_sample(n, n + 1).square_().sum((0, 1)) for n in range(batch)))
 
     def per_sample(self, start: int, stop: int) -> Tensor:
         """The sum of the uses' gradients."""
-        total = self.uses[0].per_sample(start, stop)
-        for use in self.uses[1:]:
-            total = total + use.per_sample(start, stop)
-        return total
+        return reduce(torch.add, (use.per_sample(start, stop) for use in self.uses))
