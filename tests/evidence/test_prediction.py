@@ -25,8 +25,9 @@ def test_the_root_of_the_covariance_squares_to_the_inverse_of_the_dense_precisio
     posterior = Posterior(make_curvature(structure), random_prior(kind), make_theta(), temperature=0.3)
     for name, basis in posterior.bases().items():
         delta = posterior.delta_of(name)
-        size = posterior.theta[name].numel()
-        unit = torch.eye(size, dtype=torch.float64).reshape(size, *basis.shape)
+        shape = posterior.theta[name].shape
+        size = shape.numel()
+        unit = torch.eye(size, dtype=torch.float64).reshape(size, *shape)
         root = basis.covariance_root(unit, basis.project(delta)).reshape(size, size)
         expected = torch.linalg.inv(dense_posterior(posterior.curvature.blocks[name], delta, 0.3))
         torch.testing.assert_close(root @ root.T, expected, rtol=1e-9, atol=1e-12)

@@ -7,7 +7,6 @@ nearest to diag(δ) in the Frobenius norm. No Kronecker product is ever formed. 
 one, so matrix-vector products are enough.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import EllipsisType
 
@@ -18,59 +17,10 @@ from shaver.curvature.blocks import Curvature, DiagonalBlock, KroneckerBlock, at
 from shaver.layouts import Axes, Layout
 
 
-class Basis(ABC):
-    """H/T of one parameter, given by its eigenvalues. T is the temperature.
-
-    Attributes:
-        name: The parameter's name, for error messages.
-        shape: The parameter's shape.
-    """
-
-    name: str
-    shape: torch.Size
-
-    @abstractmethod
-    def eigenvalues(self) -> Tensor:
-        """λ ≥ 0, one per weight; not necessarily in the parameter's shape."""
-
-    @abstractmethod
-    def project(self, delta: Tensor, factors: int = 1) -> Tensor:
-        """δ̂, broadcastable to :meth:`eigenvalues`. With the two ``factors`` of a unit prior, δ has rank one."""
-
-    @abstractmethod
-    def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
-        """γ_p = 1 − δ_p Σ_pp in the parameter's shape: how much the data, not the prior, determine weight p.
-
-        ∂ log|H + δ| / ∂ log δ_p = δ_p Σ_pp also holds for the projected determinant. So the derivative of the
-        evidence by log δ_p is ½ (γ_p − δ_p θ_p²) for both structures.
-        """
-
-    @abstractmethod
-    def covariance_root(self, values: Tensor, projected: Tensor) -> Tensor:
-        """Σ^½ v with the symmetric root of Σ = (H + δ)⁻¹, for each v in a batch ``(n, *shape)``."""
-
-    def gamma_sums(self, delta: Tensor, projected: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
-        """Σ γ_p over the groups of each layout; ``delta`` is the product of one factor per layout."""
-        if all(layout.uniform for layout in layouts):
-            return [self.effective(projected) for _ in layouts]
-        gamma = self.gamma(delta, projected)
-        return [layout.reduce(gamma) for layout in layouts]
-
-    def log_det(self, projected: Tensor) -> Tensor:
-        """log |H + δ| as a float64 scalar."""
-        return (self.eigenvalues() + projected).log_().sum(dtype=torch.float64)
-
-    def effective(self, projected: Tensor) -> Tensor:
-        """Σ_p γ_p = Σ_k λ_k / (λ_k + δ̂_k) as a float64 scalar, without cancellation."""
-        eigenvalues = self.eigenvalues()
-        return (eigenvalues / (eigenvalues + projected)).sum(dtype=torch.float64)
-
-
-class DiagonalBasis(Basis):
-    """A diagonal block: λ_p = h_p, δ̂ = δ and γ_p = h_p / (h_p + δ_p)."""
+class DiagonalBasis:
+    """H/T of a parameter with a diagonal block, T the temperature: λ_p = h_p/T, δ̂ = δ and γ_p = λ_p / (λ_p + δ_p)."""
 
     def __init__(self, name: str, block: DiagonalBlock, temperature: float = 1.0) -> None:
-        self.name, self.shape = name, block.shape
         values = at_least_float32(block.values.detach())
         self.values, self.temperature = values, temperature
         if values.numel():
@@ -82,45 +32,55 @@ class DiagonalBasis(Basis):
                 )
 
     def eigenvalues(self, rows: slice | EllipsisType = ...) -> Tensor:
-        """h/T of some rows or of all, computed on each call so that no second copy of H is kept."""
+        """λ ≥ 0 of some rows or of all, computed on each call so that no second copy of H is kept."""
         return self.values[rows] if self.temperature == 1 else self.values[rows] / self.temperature
+
+    def project(self, delta: Tensor, factors: int = 1) -> Tensor:
+        """δ̂, broadcastable to the eigenvalues: δ itself."""
+        return delta
 
     def log_det(self, projected: Tensor) -> Tensor:
         """log |H + δ| as a float64 scalar, a piece at a time."""
         return summed(lambda h, delta: (h / self.temperature + delta).log_(), self.values, projected)
 
     def effective(self, projected: Tensor) -> Tensor:
-        """Σ_p h_p / (h_p + δ_p T) as a float64 scalar, a piece at a time."""
+        """Σ_p γ_p = Σ_p h_p / (h_p + δ_p T) as a float64 scalar, a piece at a time."""
         return summed(lambda h, delta: h / (h + self.temperature * delta), self.values, projected)
 
-    def project(self, delta: Tensor, factors: int = 1) -> Tensor:
-        """δ itself."""
-        return delta
-
     def gamma(self, delta: Tensor, projected: Tensor) -> Tensor:
-        """h / (h + δ)."""
+        """γ_p = 1 − δ_p Σ_pp in the parameter's shape: how much the data, not the prior, determine weight p.
+
+        ∂ log|H + δ| / ∂ log δ_p = δ_p Σ_pp also holds for the projected determinant. So the derivative of the
+        evidence by log δ_p is ½ (γ_p − δ_p θ_p²) for both structures.
+        """
         values = self.eigenvalues()
         return values / (values + delta)
 
+    def gamma_sums(self, delta: Tensor, projected: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+        """Σ γ_p over the groups of each layout; ``delta`` is the product of one factor per layout."""
+        return _gamma_sums(self, delta, projected, layouts)
+
     def covariance_root(self, values: Tensor, projected: Tensor) -> Tensor:
-        """v / √(h + δ)."""
+        """Σ^½ v = v / √(λ + δ) with Σ = (H + δ)⁻¹, for each v in a batch ``(n, *shape)``."""
         return values / (self.eigenvalues() + projected).sqrt()
 
 
-class KroneckerBasis(Basis):
-    """The eigenbasis of a Kronecker block. The block caches the decomposition until its factors change."""
+class KroneckerBasis:
+    """H/T in the eigenbasis of a Kronecker block. The block caches the decomposition until its factors change."""
 
     def __init__(self, name: str, block: KroneckerBlock, temperature: float = 1.0) -> None:
-        self.name, self.shape, self.block = name, block.shape, block
         (self.values_a, self.vectors_a), (self.values_g, self.vectors_g) = _decomposition(name, block)
-        self.temperature = temperature
+        self.block, self.temperature = block, temperature
 
     def eigenvalues(self) -> Tensor:
         """λ_G λ_Aᵀ, ``(groups, out, in)``."""
         return (self.values_g / self.temperature).unsqueeze(-1) * self.values_a.unsqueeze(-2)
 
     def project(self, delta: Tensor, factors: int = 1) -> Tensor:
-        """(Q_Gᵀ)² mat(δ) Q_A², with element-wise squares. One δ for the whole parameter does not change."""
+        """(Q_Gᵀ)² mat(δ) Q_A², with element-wise squares. One δ for the whole parameter does not change.
+
+        With the two ``factors`` of a unit prior, δ has rank one.
+        """
         if delta.numel() == 1:
             return delta.reshape(())
         if factors > 1:
@@ -128,10 +88,19 @@ class KroneckerBasis(Basis):
             return (self.vectors_g.square().mT @ b) * (self.vectors_a.square().mT @ a).mT
         return self.vectors_g.square().mT @ self._matrix(delta) @ self.vectors_a.square()
 
+    def log_det(self, projected: Tensor) -> Tensor:
+        """log |H + δ| as a float64 scalar."""
+        return (self.eigenvalues() + projected).log_().sum(dtype=torch.float64)
+
+    def effective(self, projected: Tensor) -> Tensor:
+        """Σ_p γ_p = Σ_k λ_k / (λ_k + δ̂_k) as a float64 scalar, without cancellation."""
+        eigenvalues = self.eigenvalues()
+        return (eigenvalues / (eigenvalues + projected)).sum(dtype=torch.float64)
+
     def gamma_sums(self, delta: Tensor, projected: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
         """For δ = b aᵀ, Σ_i δ_oi Σ_oi = b_o (Q_G² R Q_A²ᵀ a)_o with R = 1/(Λ + δ̂), and likewise for the inputs."""
         if len(layouts) == 1 or delta.numel() == 1:
-            return super().gamma_sums(delta, projected, layouts)
+            return _gamma_sums(self, delta, projected, layouts)
         b, a = self._sides(delta)
         squared_g, squared_a = self.vectors_g.square(), self.vectors_a.square()
         spread = (self.eigenvalues() + projected).reciprocal_()
@@ -148,7 +117,7 @@ class KroneckerBasis(Basis):
         return sums
 
     def _matrix(self, delta: Tensor) -> Tensor:
-        return self.block.to_matrix(delta.to(self.values_a.dtype).expand(self.shape))
+        return self.block.to_matrix(delta.to(self.values_a.dtype).expand(self.block.shape))
 
     def _sides(self, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Columns b and a of mat(δ) = b aᵀ."""
@@ -174,15 +143,24 @@ class KroneckerBasis(Basis):
         return torch.stack([self.block.from_matrix(matrix) for matrix in turned])
 
 
+Basis = DiagonalBasis | KroneckerBasis
+
+
 def make_bases(curvature: Curvature, temperature: float = 1.0) -> dict[str, Basis]:
     """The basis of every parameter, for blocks of either structure."""
-    bases: dict[str, Basis] = {}
-    for name, block in curvature:
-        if isinstance(block, KroneckerBlock):
-            bases[name] = KroneckerBasis(name, block, temperature)
-        else:
-            bases[name] = DiagonalBasis(name, block, temperature)
-    return bases
+    return {
+        name: KroneckerBasis(name, block, temperature)
+        if isinstance(block, KroneckerBlock)
+        else DiagonalBasis(name, block, temperature)
+        for name, block in curvature
+    }
+
+
+def _gamma_sums(basis: Basis, delta: Tensor, projected: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+    if all(layout.uniform for layout in layouts):
+        return [basis.effective(projected) for _ in layouts]
+    gamma = basis.gamma(delta, projected)
+    return [layout.reduce(gamma) for layout in layouts]
 
 
 _Eigen = tuple[Tensor, Tensor]

@@ -16,7 +16,7 @@ depend on δ, but the projected one falls as the δ of a tensor become different
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -149,13 +149,12 @@ def shrink_factor(h: Tensor, delta0: Tensor, delta1: Tensor, power: float = 1.0)
     return factor if power == 1 else factor.pow_(power)
 
 
-@dataclass
-class _Sums:
+class _Sums(NamedTuple):
     """γ, q = δθ² and the number of weights, per group of one factor."""
 
     gamma: Tensor
     scatter: Tensor
-    count: Tensor
+    weights: Tensor
 
 
 class _Part:
@@ -185,7 +184,7 @@ class _Part:
     def evaluate(self, with_value: bool = True) -> tuple[float, list[_Sums]]:
         """This part's evidence and each factor's sums at the current δ, tensor by tensor to save memory."""
         value = 0.0
-        sums: list[list[_Sums]] = [[] for _ in self.factors]
+        sums = [_Sums(*(torch.zeros_like(factor.values) for _ in range(3))) for factor in self.factors]
         for name, basis in self.bases.items():
             theta, delta = self.theta[name], self.prior.delta_of(name)
             layouts = [factor.layouts[name] for factor in self.factors]
@@ -193,11 +192,14 @@ class _Part:
             if with_value:
                 value += float(occam(basis, delta, projected, theta))
             scatter = delta * theta.square()
-            one = scatter.new_ones(())
             gammas = basis.gamma_sums(delta, projected, layouts)
-            for terms, layout, gamma in zip(sums, layouts, gammas, strict=True):
-                terms.append(_Sums(gamma, layout.reduce(scatter), layout.reduce(one)))
-        return value, [_total(terms, factor) for terms, factor in zip(sums, self.factors, strict=True)]
+            for totals, layout, gamma in zip(sums, layouts, gammas, strict=True):
+                terms = (gamma, layout.reduce(scatter), layout.reduce(scatter.new_ones(())))
+                for total, term in zip(totals, terms, strict=True):
+                    total += term.to(total)
+        for factor, totals in zip(self.factors, sums, strict=True):
+            factor.ranks.sum_(totals)
+        return value, sums
 
     def move(self, factor: Factor, log_values: Tensor) -> None:
         """Give a factor new values, clamped so that every product δ stays within the prior's bounds."""
@@ -209,17 +211,6 @@ class _Part:
                 least, most = factor.ranks.range(least, most)
                 low, high = low - least, high - most
         factor.values = log_values.clamp(low, high).exp().to(factor.values.dtype)
-
-
-def _total(terms: Sequence[_Sums], factor: Factor) -> _Sums:
-    """The sums of a factor over all its tensors and all ranks, in its own data type and on its own device."""
-    like = factor.values
-    gamma, scatter, count = (
-        sum((getattr(term, name).to(like) for term in terms), torch.zeros_like(like))
-        for name in ("gamma", "scatter", "count")
-    )
-    factor.ranks.sum_([gamma, scatter, count])
-    return _Sums(gamma, scatter, count)
 
 
 def _closed(part: _Part) -> None:
@@ -247,11 +238,11 @@ def _iterate(part: _Part, steps: int) -> None:
         for i, factor in enumerate(part.factors):
             before, now = factor.values, sums[i]
             logs = before.log()
-            em = -torch.log((now.count - now.gamma + now.scatter) / now.count)
+            em = -torch.log((now.weights - now.gamma + now.scatter) / now.weights)
             mackay = (0.5 * (now.gamma.clamp_min(0).log() - now.scatter.log())).clamp_(-span, span)
             mackay = torch.where(mackay.isnan(), 0.0, mackay)  # γ = θ = 0: every δ has the same evidence
             if coupled:  # γ is a difference here and may be negative; use EM there
-                mackay = torch.where(now.gamma > 1e-6 * now.count, mackay, em)
+                mackay = torch.where(now.gamma > 1e-6 * now.weights, mackay, em)
             part.move(factor, logs + (em + boldness * (mackay - em) if coupled else mackay))
             new_value, sums = part.evaluate(coupled)
             if coupled and new_value < value - slack:

@@ -56,9 +56,6 @@ def improve_noise(
 class NoiseLearner:
     """Learns a regression's noise while the prior is learned; does nothing for other likelihoods.
 
-    Args:
-        likelihood: The likelihood in training.
-
     Attributes:
         outputs: D, the number of outputs per sample.
     """
@@ -74,15 +71,10 @@ class NoiseLearner:
         return isinstance(self.likelihood, Regression)
 
     def update(self, curvature: Curvature, effective: Callable[[], float], temperature: float) -> float | None:
-        """Update the noise and rescale the curvature to it.
+        """Update the noise and rescale the curvature to it in place.
 
-        Args:
-            curvature: H and the log likelihood under the old noise; rescaled in place.
-            effective: Returns Σ γ under the old noise; called only if the noise is learned.
-            temperature: T: the data count 1/T times.
-
-        Returns:
-            The factor by which H has changed, or None.
+        ``effective`` returns Σ γ under the old noise and is called only if the noise is learned. The result is the
+        factor by which H has changed, or None.
         """
         if not isinstance(self.likelihood, Regression):
             return None

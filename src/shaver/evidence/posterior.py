@@ -200,14 +200,10 @@ class Posterior:
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, object]) -> "Posterior":
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "Posterior":
         """Rebuild from :meth:`state_dict`."""
-        curvature, delta, theta, temperature = (state[k] for k in ("curvature", "delta", "theta", "temperature"))
-        assert isinstance(curvature, dict)
-        assert isinstance(delta, dict)
-        assert isinstance(theta, dict)
-        assert isinstance(temperature, float)
-        posterior = cls(Curvature.from_state_dict(curvature), delta, theta, temperature)
+        curvature = Curvature.from_state_dict(state["curvature"])
+        posterior = cls(curvature, state["delta"], state["theta"], state["temperature"])
         posterior.fixed = bool(state.get("fixed", False))
         return posterior
 
