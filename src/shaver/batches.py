@@ -35,15 +35,14 @@ def check_network(model: object, what: str) -> nn.Module:
         ValueError: It has no parameters, or some of its tensors are lazy or on the meta device.
     """
     network = check_values(model, what)
-    empty = True
-    for name, parameter in network.named_parameters():
-        empty = False
+    parameters = dict(network.named_parameters())
+    if not parameters:
+        raise ValueError(f"{type(network).__name__} has no trainable parameters: there is nothing for {what} to do.")
+    for name, parameter in parameters.items():
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise TypeError(
                 f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; {what} needs dense real parameters."
             )
-    if empty:
-        raise ValueError(f"{type(network).__name__} has no trainable parameters: there is nothing for {what} to do.")
     return network
 
 
@@ -66,11 +65,7 @@ def check_values(model: object, what: str) -> nn.Module:
 
 
 def check_batches(batches: object, what: str) -> Any:
-    """Refuse what cannot be iterated over, such as a number.
-
-    Raises:
-        TypeError: With what was given.
-    """
+    """Refuse what cannot be iterated over, such as a number."""
     if not hasattr(batches, "__iter__"):
         raise TypeError(f"{what} takes batches, such as a DataLoader or a list of (inputs, targets), not {batches!r}.")
     return batches
@@ -100,11 +95,7 @@ def tensors_in(tree: object) -> list[Tensor]:
 
 @contextmanager
 def naming_inputs(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
-    """Add the network and the input shapes to torch's error, which often names only a matrix product.
-
-    Raises:
-        ValueError: The network cannot take inputs of these shapes or types.
-    """
+    """Add the network and the input shapes to torch's error (as a ``ValueError``), which often names only a product."""
     try:
         yield
     except RuntimeError as error:

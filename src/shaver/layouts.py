@@ -51,15 +51,12 @@ class Index:
     ids: Tensor
     count: int
 
+    uniform = False  # whether the whole tensor shares one value
+
     @property
     def size(self) -> torch.Size:
         """Shape of the values."""
         return torch.Size([self.count])
-
-    @property
-    def uniform(self) -> bool:
-        """Whether the whole tensor shares one value."""
-        return False
 
     def expand(self, values: Tensor) -> Tensor:
         """The value of each weight, broadcastable to the tensor."""

@@ -132,17 +132,13 @@ class Classification(Likelihood):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy per sample, summed over its tokens."""
         last = self._last(outputs)
-        flat = F.cross_entropy(
-            last.reshape(-1, last.shape[-1]).float() if last.dtype in _HALF else last.reshape(-1, last.shape[-1]),
-            targets.reshape(-1).long(),
-            ignore_index=self.ignore_index,
-            reduction="none",
-        )
-        return flat.reshape(len(outputs), -1).sum(1)
+        logits, labels = _at_least_float32(last.reshape(-1, last.shape[-1])), targets.reshape(-1).long()
+        each = F.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="none")
+        return each.reshape(len(outputs), -1).sum(1)
 
     def divergence(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
         """T² KL(p*‖p), p = softmax(f/T) with T = :data:`TEMPERATURE` and p* the teacher's (Hinton et al., 2015)."""
-        logits = [self._last(f.float() if f.dtype in _HALF else f) / TEMPERATURE for f in (outputs, teacher)]
+        logits = (self._last(_at_least_float32(f)) / TEMPERATURE for f in (outputs, teacher))
         own, aim = (each.log_softmax(-1) for each in logits)
         each = TEMPERATURE**2 * F.kl_div(own, aim, log_target=True, reduction="none").sum(-1)
         return (each * (targets != self.ignore_index)).reshape(len(outputs), -1).sum(1)
@@ -245,7 +241,10 @@ class Regression(Likelihood):
         self.noise = state["noise"]
 
 
-_HALF = (torch.float16, torch.bfloat16)
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAMED: dict[str, type[Likelihood]] = {"classification": Classification, "regression": Regression}
 

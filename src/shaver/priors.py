@@ -20,6 +20,7 @@ The units of ``"unit"``, by tensor:
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,11 +66,13 @@ class Prior:
         self.kind = kind
         self.factors = list(factors)
         self.bounds = bounds
-        self.parts = _independent(self.factors)
         self._of: dict[str, list[Factor]] = {}
+        parts: dict[frozenset[str], list[Factor]] = {}  # two factors that multiply cover the same single parameter
         for factor in self.factors:
+            parts.setdefault(frozenset(factor.layouts), []).append(factor)
             for name in factor.layouts:
                 self._of.setdefault(name, []).append(factor)
+        self.parts = list(parts.values())
 
     def __repr__(self) -> str:
         return (
@@ -129,12 +132,7 @@ class Prior:
         return Prior(self.kind, factors, self.bounds)
 
     def of_rows(self, rows: Mapping[str, Tensor], ranks: Ranks) -> "Prior":
-        """The prior of this rank's rows of each parameter.
-
-        Args:
-            rows: Parameter → the rows on this rank.
-            ranks: All ranks. They share the factors that do not differ between rows.
-        """
+        """The prior of this rank's rows of each parameter. All ranks share the factors that do not depend on rows."""
         here = self.select({name: {0: kept} for name, kept in rows.items()})
         for factor in here.factors:
             if not any(isinstance(layout, Axes) and 0 in layout.keep for layout in factor.layouts.values()):
@@ -153,15 +151,13 @@ class Prior:
         """Kind, bounds and values; the layout follows from the model."""
         return {"kind": self.kind, "bounds": list(self.bounds), "values": {f.key: f.values for f in self.factors}}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values and bounds that :meth:`state_dict` returned.
 
         Raises:
             ValueError: The state belongs to another kind of prior or to another model.
         """
         values, bounds = state["values"], state["bounds"]
-        assert isinstance(values, Mapping)
-        assert isinstance(bounds, list | tuple)
         if state["kind"] != self.kind:
             raise ValueError(
                 f"the saved prior is {state['kind']!r}, this one is {self.kind!r}: use prior={state['kind']!r}."
@@ -238,14 +234,6 @@ def broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     """Whether a tensor of ``shape`` broadcasts to ``target`` without enlarging it."""
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(a in (1, b) for a, b in pairs)
-
-
-def _independent(factors: Iterable[Factor]) -> list[list[Factor]]:
-    """Group the factors that share a parameter. Two factors that multiply cover the same single parameter."""
-    parts: dict[frozenset[str], list[Factor]] = {}
-    for factor in factors:
-        parts.setdefault(frozenset(factor.layouts), []).append(factor)
-    return list(parts.values())
 
 
 def _ones(size: torch.Size | tuple[int, ...], like: Tensor) -> Tensor:

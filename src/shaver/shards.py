@@ -85,11 +85,7 @@ def whole_copy(model: nn.Module) -> nn.Module:
 
 
 def check_settings(prior: object, settings: Any) -> None:
-    """Refuse settings that need more than a rank's own rows and sums over them.
-
-    Raises:
-        ValueError: The settings do not work; the message names those that do.
-    """
+    """Refuse settings that need more than a rank's own rows and sums over them."""
     if callable(prior) or not settings.online or settings.method != "fixed_point":
         raise ValueError(
             'with sharded parameters SpaM needs a named prior, online=True and method="fixed_point"; this is '

@@ -43,7 +43,7 @@ def check_criterion(name: str, **options: Any) -> None:
         if {"batches", "example"} & set(criteria.needs(name)):
             arguments["batches"] = batches
         if "posterior" in criteria.needs(name):
-            arguments["posterior"] = _posterior(model, batches)
+            arguments["posterior"] = Posterior(curvature.estimate(model, batches), 1.0, model)
         run = partial(criteria.score, model, name, **arguments)
         for mode in (True, False):
             model.train(mode)
@@ -76,15 +76,12 @@ def check_prior(prior: str | Grouping, model: nn.Module | None = None) -> None:
     Raises:
         AssertionError: One of these does not hold; the message says which, and for which network.
     """
-    models = (
-        {"your model": model} if model is not None else {kind: network for kind, (network, _) in _networks().items()}
-    )
-    for kind, network in models.items():
+    models = {f"the {kind}": network for kind, (network, _) in _networks().items()}
+    for kind, network in models.items() if model is None else [("your model", model)]:
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
-        label = prior if isinstance(prior, str) else getattr(prior, "__name__", type(prior).__name__)
-        where = f"prior {label!r} on {kind if model is not None else f'the {kind}'}"
         before = _footprint(network)
         numbers = make_prior(prior, named, init=2.0)
+        where = f"prior {numbers.kind!r} on {kind}"
         _compare(before, _footprint(network), where)
         for name, delta in numbers.delta().items():
             wrong = delta.expand(named[name].shape).sub(2.0).abs().max() > 1e-5
@@ -235,11 +232,6 @@ def _networks() -> dict[str, tuple[nn.Module, list[tuple[Tensor, Tensor]]]]:
         perceptron.get_submodule("0").get_parameter("bias")[0] = -1
     perceptron.get_submodule("0").get_parameter("weight").grad = torch.ones(6, 4)
     return {"perceptron": (perceptron, data(4)), "convolution": (convolution, data(2, 4, 4))}
-
-
-def _posterior(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Posterior:
-    estimated = curvature.estimate(model, batches)
-    return Posterior(estimated, 1.0, dict(model.named_parameters()))
 
 
 def _footprint(model: nn.Module) -> dict[str, Any]:

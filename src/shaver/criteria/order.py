@@ -9,12 +9,9 @@ from torch import Tensor
 
 
 def lowest(values: NDArray[np.floating], count: int, threshold: float | None = None) -> NDArray[np.bool_]:
-    """A mask of the ``count`` lowest values. Of equal values, those at the first positions are chosen.
+    """A mask of the ``count`` lowest values, without NaN. Of equal values, those at the first positions are chosen.
 
-    Args:
-        values: The values, without NaN.
-        count: The number of values to choose.
-        threshold: The ``count``-th lowest value, if it is known already.
+    ``threshold`` is the ``count``-th lowest value, if it is known already.
     """
     if count == 0:
         return np.zeros(len(values), dtype=bool)

@@ -30,11 +30,7 @@ class HasDiagonal(Protocol):
 
 
 def check_posterior(posterior: object) -> None:
-    """Refuse what is neither a posterior nor None.
-
-    Raises:
-        TypeError: With what was given.
-    """
+    """Refuse what is neither a posterior nor None."""
     if posterior is not None and not all(hasattr(posterior, name) for name in ("curvature", "precision", "delta")):
         raise TypeError(f"posterior is a shaver.Posterior, such as spam.posterior, not {shown(posterior)}.")
 

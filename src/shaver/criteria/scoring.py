@@ -87,14 +87,9 @@ def score(
 
 
 def of_weight(values: Mapping[str, Tensor], name: str, weight: Tensor, what: str, *, broadcast: bool = False) -> Tensor:
-    """``values[name]`` of a posterior, or an error that says why it does not fit the weight.
+    """``values[name]`` of a posterior, or an error that says why these values (``what``) do not fit the weight.
 
-    Args:
-        values: Tensors by parameter name.
-        name: The weight's name.
-        weight: The weight.
-        what: What the values are, for the error message.
-        broadcast: Whether to accept any shape that broadcasts to the weight's shape.
+    With ``broadcast`` any shape that broadcasts to the weight's shape fits.
     """
     if name not in values:
         raise ValueError(

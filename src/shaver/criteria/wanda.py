@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def _listening(model: nn.Module, add: _Add) -> Iterator[None]:
         if isinstance(module, nn.MultiheadAttention):
             handles.append(module.register_forward_hook(_attention(add), with_kwargs=True))
         elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or is_transposed_linear(module):
-            handles.append(module.register_forward_hook(_layer(add)))
+            handles.append(module.register_forward_hook(partial(_layer, add)))
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         yield
@@ -71,20 +72,18 @@ def _listening(model: nn.Module, add: _Add) -> Iterator[None]:
             handle.remove()
 
 
-def _layer(add: _Add) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-    def hook(module: nn.Module, inputs: tuple[Any, ...], _output: Any) -> None:
-        weight, x = getattr(module, "weight_orig", module.weight), inputs[0].double()  # under torch's own pruning
-        assert isinstance(weight, Tensor)
-        if isinstance(module, _CONV):
-            add(weight, _kernel_norms(module, x.square()))
-        elif isinstance(module, _TRANSPOSED):
-            channels = x.square().transpose(0, -1 - (weight.ndim - 2))  # the channel, batched or not
-            add(weight, channels.flatten(1).sum(1).reshape(-1, *(1,) * (weight.ndim - 1)))
-        else:
-            features = x.square().reshape(-1, x.shape[-1]).sum(0)
-            add(weight, features.unsqueeze(1) if is_transposed_linear(module) else features)
-
-    return hook
+def _layer(add: _Add, module: nn.Module, inputs: tuple[Any, ...], _output: Any) -> None:
+    """A hook for a layer with one weight matrix or kernel."""
+    weight, x = getattr(module, "weight_orig", module.weight), inputs[0].double()  # under torch's own pruning
+    assert isinstance(weight, Tensor)
+    if isinstance(module, _CONV):
+        add(weight, _kernel_norms(module, x.square()))
+    elif isinstance(module, _TRANSPOSED):
+        channels = x.square().transpose(0, -1 - (weight.ndim - 2))  # the channel, batched or not
+        add(weight, channels.flatten(1).sum(1).reshape(-1, *(1,) * (weight.ndim - 1)))
+    else:
+        features = x.square().reshape(-1, x.shape[-1]).sum(0)
+        add(weight, features.unsqueeze(1) if is_transposed_linear(module) else features)
 
 
 def _kernel_norms(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, squares: Tensor) -> Tensor:
