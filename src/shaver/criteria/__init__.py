@@ -8,7 +8,7 @@ Example:
 
 import shaver.criteria.baselines
 import shaver.criteria.gradients
-import shaver.criteria.posterior_damage
+import shaver.criteria.opd
 import shaver.criteria.synflow
 import shaver.criteria.wanda  # noqa: F401
 from shaver.criteria.prunable_weights import Rule, prunable
