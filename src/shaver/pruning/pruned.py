@@ -17,7 +17,7 @@ from shaver.criteria.registry import check_posterior
 from shaver.naming import check_functions, check_number
 from shaver.pruning.automatic import DEFAULT_NATS, weigh
 from shaver.pruning.masks import Masks
-from shaver.pruning.ranking import Ranking, check_scores, check_sparsity, n_of_m
+from shaver.pruning.ranking import Ranking, check_limits, check_scores, check_sparsity, n_of_m
 from shaver.pruning.rounds import Rounds
 from shaver.pruning.search import Quality, highest_sparsity, quality_on
 from shaver.repairing import Repaired
@@ -187,7 +187,7 @@ def prune(
         raise ValueError(f"unknown scope {scope!r}. Valid: 'global', 'layer', or N:M such as '2:4'.")
     worth = None if posterior is None else weigh(model, posterior, names)
     ranking = partial(Ranking, scope=scope, cap=cap, minimum=minimum)
-    has_limits = (cap, minimum) != (1.0, 0)
+    has_limits = check_limits(cap, minimum)
     measured: dict[str, float] = {}
     requested: float | str
     rounds = None

@@ -47,7 +47,8 @@ class Ranking:
         self._sizes = [len(layer) for layer in layers]
         self.total = sum(self._sizes)
         self.scope = scope
-        protected = [_protected(size, cap, minimum) for size in self._sizes]
+        check_limits(cap, minimum)
+        protected = [min(size, max(minimum, math.ceil((1 - cap) * size - 1e-9))) for size in self._sizes]
         self._limits = [size - count for size, count in zip(self._sizes, protected, strict=True)]
         if scope == "global":
             self._open = _unprotected(layers, protected) if any(protected) else None
@@ -164,11 +165,12 @@ def _cut(pool: _Array, order: _Array, count: int) -> NDArray[np.bool_]:
     return lowest(pool, count, order[count - 1]) if count else np.zeros(len(pool), dtype=bool)
 
 
-def _protected(size: int, cap: float, minimum: int) -> int:
+def check_limits(cap: float, minimum: int) -> bool:
+    """Refuse a cap or a minimum out of range. Returns whether they protect any weight."""
     if not isinstance(cap, int | float) or not 0 < cap <= 1:
         raise ValueError(f"cap is the largest share a layer may lose, in (0, 1], not {cap!r}.")
-    least = check_count("minimum, how many weights each layer keeps,", minimum, 0)
-    return min(size, max(least, math.ceil((1 - cap) * size - 1e-9)))
+    check_count("minimum, how many weights each layer keeps,", minimum, 0)
+    return (cap, minimum) != (1, 0)
 
 
 def _unprotected(layers: list[_Array], protected: list[int]) -> NDArray[np.intp]:
