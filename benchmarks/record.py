@@ -125,19 +125,26 @@ def table(rows: list[Row]) -> str:
 
 
 def draw_errors(rows: list[Row], path: Path) -> None:
-    """Test error over non-zero weights: a point per training, a line through their means, and what was published."""
+    """Test error over non-zero weights: a point per training, a line per method and length, and what was published."""
     tasks = [task for task in NETWORKS if any(row["task"] == task for row in rows)]
     figure, panels = pyplot.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 4.0), squeeze=False)
     for axis, task in zip(panels[0], tasks, strict=True):
         mine = [row for row in rows if row["task"] == task]
         total = int(mine[0]["parameters"])
-        for method, (label, colour, marker) in METHODS.items():
-            groups = [group for key, group in grouped(mine).items() if key[1] == method]
+        usual = min(int(row["epochs"]) for row in mine if row["method"] in ("spam", "map"))
+        for method, epochs in dict.fromkeys((row["method"], int(row["epochs"])) for row in mine):
+            label, colour, marker = METHODS[method]
+            groups = [group for key, group in grouped(mine).items() if key[1] == method and int(key[3]) == epochs]
             points = [[(int(row["nonzeros"]), float(row["error"])) for row in group] for group in groups]
             means = sorted(tuple(statistics.mean(values) for values in zip(*one, strict=True)) for one in points)
-            axis.plot(*zip(*means, strict=True), color=colour, lw=1.2, alpha=0.7) if means else None
+            axis.plot(*zip(*means, strict=True), color=colour, lw=1.2, alpha=0.7)
             for one in points:
                 axis.scatter(*zip(*one, strict=True), color=colour, marker=marker, s=26, alpha=0.75, label=label, lw=0)
+            if epochs > usual and method in ("spam", "vd"):
+                axis.annotate(
+                    f"{epochs} epochs", means[0], (0, -9), textcoords="offset points", fontsize=7.5, color=colour,
+                    ha="center", va="center",
+                )  # fmt: skip
         for name, times, error, offset in PUBLISHED.get(task, []):
             axis.scatter([total / times], [error], facecolor="white", edgecolor=INK, s=30, zorder=3, label=HOLLOW)
             axis.annotate(
@@ -176,7 +183,7 @@ def _ticks(among: tuple[int, ...], low: float, high: float) -> list[int]:
     """Those between two limits, the first ones before others that are too near to them on a logarithmic scale."""
     chosen: list[int] = []
     for tick in among:
-        if low <= tick <= high and all(abs(math.log(tick / one)) > 0.09 * math.log(high / low) for one in chosen):
+        if low <= tick <= high and all(abs(math.log(tick / one)) > 0.12 * math.log(high / low) for one in chosen):
             chosen.append(tick)
     return chosen
 
