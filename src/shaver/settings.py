@@ -26,9 +26,9 @@ class Settings:
         source: How H is estimated: ``"mc"`` or ``"ef"`` online; ``"ggn"``, ``"ef"`` or ``"mc"`` by epochs.
         online: Measure H during the training steps. False is the paper's way: a separate pass over the data every
             ``frequency`` epochs, in :meth:`SpaM.end_epoch`. Kronecker curvature is always learned by epochs.
-        every: Online: steps between curvature measurements. Four times as many after :meth:`SpaM.freeze`; sixteen times
-            as many, if ``total_steps`` is known, while neither an update of δ nor the end is near. Default: 15 (10 if
-            weights share a δ), or fewer if δ is updated more often than every 45 steps.
+        every: Online: steps between curvature measurements. If ``total_steps`` is known: sixteen times as many while
+            neither an update of δ nor the end is near. If not: four times as many after :meth:`SpaM.freeze`. Default:
+            15 (10 if weights share a δ), but at most a third of ``update``.
         decay: Online: decay of the moving average of H, per curvature measurement.
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
@@ -37,7 +37,7 @@ class Settings:
             number of epochs.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
-            log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less, see
+            log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see
             :meth:`share`. Embedding tables do not move.
         proximal: Apply the prior as a proximal step after the optimizer's step; this is stable for every δ. False
             adds δθ/N to the gradient, as in the paper.
@@ -94,10 +94,10 @@ class Settings:
             )
 
     def share(self, update: int) -> float:
-        """``shrink`` for one of the updates every ``update`` steps: 1 − (1 − shrink)^√(update/50), at most shrink.
+        """``shrink`` of a single update, if δ is updated every ``update`` steps: 1 − (1 − shrink)^√(update/50).
 
-        The exponent 1 would move the weights equally far per step, 0 equally far per update. The root measured better
-        than both.
+        It is at most ``shrink``. With the exponent update/50 the weights would move equally far per step, with 1
+        equally far per update. The square root gave better results than both.
         """
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
@@ -105,9 +105,9 @@ class Settings:
 def fitting_temperature(weights: int, data_size: int) -> float:
     """The default temperature where each of P weights has its own δ: T = √(N/P), at most 1.
 
-    With a diagonal curvature the evidence counts one Occam factor per weight. N samples determine far fewer directions
-    than P > N weights, so these factors are counted several times for one direction, and more weights are removed than
-    the data justify. Counting the data 1/T = √(P/N) times makes up for it; see the page on defaults for measurements.
+    With a diagonal curvature the evidence counts one Occam factor per weight. If P > N, the N samples determine far
+    fewer directions than P. The evidence then counts several factors for one direction, and removes more weights than
+    the data justify. Counting the data 1/T = √(P/N) times compensates; see the page on defaults for measurements.
     """
     return min(1.0, math.sqrt(data_size / max(weights, 1)))
 

@@ -60,14 +60,14 @@ class SpaM:
         model: The network; its trainable parameters get a prior.
         data_size: N, the number of training samples.
         prior: ``"parameter"``, ``"unit"``, ``"layer"``, ``"scalar"`` or a grouping function.
-        structure: ``"diag"``, or ``"kron"`` (learned by epochs).
+        structure: ``"diag"``, or ``"kron"``, for which δ is learned by epochs.
         likelihood: ``"classification"``, ``"regression"`` or your own. For a regression, call ``backward`` on
             ``spam.loss(outputs, targets)``, so that the noise is learned too.
-        total_steps: Number of steps of the whole training. If None, δ is learned from when the loss has settled until
-            you call :meth:`freeze`.
+        total_steps: Number of steps of the whole training. If None, learning δ begins once the loss has settled and
+            ends when you call :meth:`freeze`.
         seed: Seed of the labels that MC samples.
-        outputs: A function from what the model returns to its outputs. Needed if the model returns neither a tensor
-            nor an object with ``.logits``.
+        outputs: A function that extracts the outputs from what the model returns. Needed if the model returns neither
+            a tensor nor an object with ``.logits``.
         group: The process group whose ranks each hold part of a batch. Not needed for ``DistributedDataParallel``.
         settings: All other settings. Single ones can be passed by name: ``SpaM(model, n, shrink=0.5)``.
 
@@ -141,10 +141,10 @@ class SpaM:
             )
 
     def _temperature(self, prior: str | Grouping) -> float:
-        """T of the settings. The default is below 1 where single weights have a δ and the likelihood is given."""
+        """T from the settings. The default can be below 1 only if each weight has its own δ and no noise is learned."""
         if self.settings.temperature is not None:
             return self.settings.temperature
-        if prior != "parameter" or self.noise.is_learned:  # the noise weights the data by itself
+        if prior != "parameter" or self.noise.is_learned:  # learned noise already weights the data
             return 1.0
         return fitting_temperature(sum(p.numel() for p in self.theta.values()), self.data_size)
 
@@ -262,11 +262,11 @@ class SpaM:
             check_optimizers(optimizers, self.theta.values())
 
     def unobserved(self) -> AbstractContextManager[None]:
-        """Passes of the model inside the block are not measured."""
+        """A context in which passes of the model are not measured."""
         return nullcontext() if self.online is None else self.online.paused()
 
     def advance(self, *optimizers: Optimizer) -> None:
-        """Count a step that has been taken, and update δ if it is time."""
+        """Count a step that has been taken, and update δ if an update is due."""
         self.timetable.steps += 1
         if self.settings.proximal and self.steps % 10 == 0:
             clear_vanished(self.theta.values())
@@ -285,7 +285,7 @@ class SpaM:
             warnings.warn(f"δ is not learned: {UNMEASURED}", stacklevel=3)
 
     def end_epoch(self, batches: Iterable[Any], **reading: Any) -> None:
-        """By epochs: estimate H over ``batches`` and update δ, if an update is due. Online: does nothing.
+        """By epochs: estimate H over ``batches`` and update δ, if an update is due. Online: only counts the epoch.
 
         Args:
             batches: The training data; with several ranks, each rank passes its own share.
@@ -314,7 +314,7 @@ class SpaM:
         return nll.mean()
 
     def freeze(self) -> None:
-        """Stop learning δ from now on, so that the weights settle under the prior as it is.
+        """Stop learning δ, so that the weights settle under the current prior.
 
         For trainings without ``total_steps``: call it when the last part of the training begins.
         """
@@ -323,7 +323,7 @@ class SpaM:
     def debias(self) -> None:
         """Train the weights under ``initial_precision`` from now on, so that δ no longer pulls them to zero.
 
-        δ is still learned, and the posterior has it. Pruning during training calls this once its masks are final.
+        δ is still learned, and the posterior uses it. Pruning during training calls this once its masks are final.
         """
         self._is_debiased = True
         self._made_of = []  # forces δ per parameter to be computed again
@@ -338,7 +338,7 @@ class SpaM:
             return
         before, rows = self.prior.snapshot(), self._held.rows()
         with torch.enable_grad():
-            # Proposition 1, the paper's, would hold the δ of a tensor together; see the page on defaults
+            # the paper's Proposition 1 would hold the δ of a tensor together; see the page on defaults
             projected = settings.method == "gradient"
             posterior = improve(
                 self.prior, curvature, rows, method=settings.method, temperature=temperature, projected=projected
@@ -373,7 +373,7 @@ class SpaM:
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior at the current weights, from the newest H and δ. If sharded: that of this rank's rows."""
+        """The posterior at the current weights, from the newest H and δ. If sharded: for this rank's rows."""
         return Posterior(
             self.curvature,
             self.prior,

@@ -108,7 +108,7 @@ def shrink(
         deltas: δ before and after the update, broadcastable.
         temperature: T: H counts 1/T times.
         power: Share of the move in log θ.
-        total: Sums of numbers over the ranks that hold rows of the weight.
+        total: Sums values over the ranks that hold rows of the weight.
     """
     old, new = (delta.expand_as(h) for delta in deltas)
     factor = torch.empty_like(weight)
@@ -128,7 +128,7 @@ def shrink(
 def embeddings_of(model: nn.Module) -> set[Tensor]:
     """Embedding tables, which :func:`shrink` would harm.
 
-    The curvature of a word is measured only in the batches that have it, so its δ goes up and down. Each rise would
+    The curvature of a word is measured only in batches that contain it, so its δ rises and falls. Each rise would
     shrink the word's weights, and no fall would restore them.
     """
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
@@ -207,9 +207,9 @@ def add_prior_gradient(
 ) -> None:
     """Add the gradient of ½ · strength · θᵀδθ before the step: weight decay with its own δ per weight.
 
-    SGD diverges if δ is too large for its step size. There δ is limited to the value whose step ends at zero.
-    Optimizers that normalise their gradients need no such limit. ``scale_free`` as in :func:`apply_prior`: there the
-    part of the gradient that would change the norm is left out.
+    SGD diverges if δ is too large for its step size, so δ is limited to the value whose step ends at zero. Optimizers
+    that normalise their gradients need no such limit. ``scale_free`` is as in :func:`apply_prior`: for these weights,
+    the part of the gradient that would change the norm is left out.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -224,7 +224,7 @@ def add_prior_gradient(
 
 
 def unscale(optimizer: Optimizer, scaler: Any) -> None:
-    """Undo the loss scale of the gradients before something is added to them, unless that has been done already."""
+    """Divide the gradients by the loss scale, unless that has been done already."""
     state = scaler._per_optimizer_states[id(optimizer)]["stage"]
     if state.name == "READY":
         scaler.unscale_(optimizer)

@@ -6,8 +6,8 @@ from typing import Any
 from shaver.settings import USUAL, Settings
 from shaver.watch import Watch
 
-#: Curvature is measured this many times less often while δ is not learned; the square of it where it is known that
-#: neither an update of δ nor the end of training is near.
+#: Steps between curvature measurements are multiplied by this while δ is frozen. If the number of steps is known, they
+#: are multiplied by its square while neither an update of δ nor the end of training is near.
 IDLE = 4
 #: Updates of δ that a short training should have.
 UPDATES = 40
@@ -19,7 +19,7 @@ class Timetable:
     Args:
         settings: SpaM's settings.
         total_steps: Number of steps of the whole training, or None.
-        watch: Says whether the loss has settled, so that δ may be learned.
+        watch: Decides whether the loss has settled, so that δ may be learned.
         per_weight: Each weight has its own δ.
 
     Attributes:
@@ -64,14 +64,14 @@ class Timetable:
         return after >= 0 and not after % self._settings.frequency and not self.is_frozen
 
     def skips(self) -> bool:
-        """Whether the update that is due is skipped, because learning δ did harm. Counts it as skipped."""
+        """Whether to skip the update that is due, because learning δ did harm. Counts it as skipped."""
         is_skipped = self._watch.skipped > 0
         self._watch.skipped -= is_skipped
         return is_skipped
 
     @property
     def spacing(self) -> int:
-        """Steps between measurements of H: ``every`` while δ is learned, just before, and at the end, else more."""
+        """Steps between curvature measurements: ``every`` while δ is learned, just before and at the end; else more."""
         if self.total_steps is None:
             return self.every * (IDLE if self.is_frozen else 1)
         reach = self.every / (1 - self._settings.decay)  # as far back as the average of H reaches
@@ -94,8 +94,8 @@ def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True
     Args:
         settings: SpaM's settings.
         total_steps: Number of steps, or None.
-        per_weight: Each weight has its own δ. A δ that many weights share needs fewer updates: 40 of them cost a
-            network with the unit prior a point of accuracy.
+        per_weight: Each weight has its own δ. A δ that many weights share needs fewer updates: 40 updates cost a
+            network with the unit prior one point of accuracy.
     """
     update = settings.update or USUAL
     if settings.update is None and total_steps is not None:

@@ -29,10 +29,10 @@ class Watch:
         data_size: Number of training samples.
 
     Attributes:
-        has_settled: Whether δ may be learned: the loss no longer falls faster than it differs between batches.
+        has_settled: Whether δ may be learned: the drop in mean loss is smaller than the variation between batches.
         is_told: Whether any loss has been recorded.
         skipped: Updates of δ that are still to be skipped.
-        signs: How often something became worse.
+        signs: How often the loss or the evidence became worse.
     """
 
     def __init__(self, data_size: int) -> None:
@@ -61,7 +61,7 @@ class Watch:
         found = self._risen() or self._fallen()
         if found is None:
             return None
-        self._losses, self._evidence = [], []  # what follows is compared anew
+        self._losses, self._evidence = [], []  # start the comparison again
         self.skipped = PAUSE * 2**self.signs
         self.signs += 1
         return found
@@ -83,13 +83,13 @@ class Watch:
         return None
 
     def _compare(self) -> tuple[float, float]:
-        """How much the mean loss fell from the first window to the second, and the spread between batches."""
+        """The drop in mean loss from the first window to the second, and the variation between batches."""
         before, now = self._losses[:WINDOW], self._losses[WINDOW:]
         noise = math.sqrt((statistics.variance(before) + statistics.variance(now)) / 2)
         return statistics.fmean(before) - statistics.fmean(now), noise
 
     def warn_of_harm(self, log_evidence: float, step: int) -> None:
-        """Hold back if :meth:`harm` finds any, and warn the second time."""
+        """Skip the next updates of δ if :meth:`harm` finds harm, and warn the second time."""
         harm = self.harm(log_evidence)
         if harm is not None and self.signs == 2:
             warnings.warn(
@@ -150,14 +150,14 @@ def restore_vanishing(
 ) -> dict[str, tuple[float, float]]:
     """Undo an update of δ for each weight matrix that it would leave with less than one effective weight, Σγ < 1.
 
-    A layer without effect cuts the network in two, and its weights get no gradient to come back.
+    A layer without effect cuts the network in two, and its weights get no gradient that could restore them.
 
     Args:
         prior: The prior after the update; changed in place.
         before: A snapshot from before the update.
         diagonal: Diagonal of H of each weight matrix.
         temperature: T: H counts 1/T times.
-        total: Sums of numbers over the ranks that hold rows of the matrices.
+        total: Sums values over the ranks that hold rows of the matrices.
 
     Returns:
         Matrix → Σγ before and after the update, for those whose δ was restored.

@@ -1,4 +1,4 @@
-"""``shaver compact``: a trained network from a file, made smaller, measured before and after, and written."""
+"""``shaver compact``: read a trained network, make it smaller, measure it before and after, and write it."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,8 +22,8 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
     posterior = None if options.sparsity is None else subject.posterior(console)
     with console.status("Measuring the network as it is …"):
         rows = {"before": measure_network(subject.model, subject)}
-    example = resize(subject.example, 2)  # two samples tell a constant from a value
-    with console.status("Finding what belongs together …"):
+    example = resize(subject.example, 2)  # with two samples, constants differ from values per sample
+    with console.status("Finding coupled units …"):
         groups = find_groups(subject.model, example, residual=options.residual)
     with console.status("Choosing and removing units …") as status:
         calibration = subject.calibration() if options.repair else None
@@ -76,7 +76,7 @@ def run_compact(options: CompactOptions, console: Console) -> CompactReport:
 
 
 def _prepare(options: CompactOptions) -> Subject:
-    """Check what is asked for, then read the network and the data."""
+    """Check the options, then read the network and the data."""
     criterion_of(options)
     check_count("round_to", options.round_to)
     check_count("min_units", options.min_units)

@@ -1,4 +1,4 @@
-"""``shaver demo``: two small networks, trained, pruned, compacted and measured; tables here and one page."""
+"""``shaver demo``: train, prune, compact and measure two small networks; print tables and write one page."""
 
 import copy
 from dataclasses import replace
@@ -29,7 +29,7 @@ from shaver.naming import check_count
 from shaver.pruning import prune
 from shaver.structure import compact_with_report
 
-#: What is removed for the pictures: a share of the units, and of the weights.
+#: The shares of units and of weights to remove for the compact network and the pictures.
 UNITS, WEIGHTS = 0.7, 0.95
 
 
@@ -37,14 +37,14 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     """Run the demo's recipe and show the results.
 
     The run folder gets ``report.html``, ``tables/``, ``figures/accuracy.svg`` and ``pictures/``; ``results.csv`` and
-    ``study.json`` as every study has them; the trained networks with their posteriors in ``models/``; a compact one in
+    ``study.json``, like every study; the trained networks and their posteriors in ``models/``; and a compact network in
     ``compact/``.
     """
     check_count("--processes", options.processes)
     check_count("--repeats", options.repeats)
     out = options.out
     recipe = get_recipe("demo").override(first_seed=options.seed, epochs=options.epochs)
-    recipe = replace(recipe, seeds=options.repeats)  # not of the task that has a number of its own
+    recipe = replace(recipe, seeds=options.repeats)  # not for the task that sets its own number of seeds
     engine = LocalEngine(options.processes)
     try:
         outcome = run_study(recipe, out, engine=engine, store=out / "networks", console=console)

@@ -1,4 +1,4 @@
-"""``shaver export``: a saved network as a file for other programs."""
+"""``shaver export``: write a saved network as a file for other programs."""
 
 from pathlib import Path
 

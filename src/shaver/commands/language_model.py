@@ -1,4 +1,4 @@
-"""``shaver prune MODEL_FOLDER --calibration text.txt``: a causal language model, pruned block by block."""
+"""``shaver prune MODEL_FOLDER --calibration text.txt``: prune a causal language model block by block."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from shaver.integrations.model_folder import PrunedFolder, prune_folder
 from shaver.integrations.oneshot import OneShot, PrunedMatrix
 from shaver.pruning.pruned import pattern_of
 
-#: The options that a language model with --calibration takes. Any other is refused.
+#: The options that apply to a language model with --calibration. Any other is refused.
 _USED = (
     *("checkpoint", "sparsity", "out", "criterion", "repair", "scope"),
     *("calibration", "windows", "length", "column"),

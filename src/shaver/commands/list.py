@@ -29,7 +29,7 @@ def run_list(options: ListOptions, console: Console) -> None:
         status = "\n".join(filter(None, (_status(options.runs / f"{name}-{scale}", scale) for scale in SCALES)))
         table.add_row(name, recipe.title, recipe.paper, _rough(expected_seconds(recipe)), status or "–")
     table.caption = (
-        "time: at cpu scale on two cores, with nothing done before. Recipes share networks, so a second one takes less."
+        "time: at cpu scale on two cores, from the start. Recipes share trained networks, so later ones take less."
     )
     table.caption_justify = "left"
     console.print(table)
@@ -44,7 +44,7 @@ def _status(folder: Path, scale: str) -> str:
     except (OSError, ValueError):
         return f"{folder} is damaged"
     states = Counter(read_status(folder / "cells" / key).get("state", "waiting") for key in keys)
-    if states["running"] and not at_work(folder):  # killed before it could say so
+    if states["running"] and not at_work(folder):  # killed before it could record that
         states["interrupted"] += states.pop("running")
     text = f"{states['done']}/{len(keys)} done"
     text += "".join(f", {states[kind]} {kind}" for kind in ("running", "failed", "interrupted") if states[kind])

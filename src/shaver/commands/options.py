@@ -14,7 +14,7 @@ from shaver.lab.report import FORMATS, Format
 
 
 def _reader(metavar: str, read: Callable[[str], Any], what: str, *, several: bool = False) -> Any:
-    """How an option is read, with an error that says what would work."""
+    """A reader of an option, with an error that says what would work."""
 
     def parse(texts: list[str]) -> Any:
         values = []
@@ -110,7 +110,7 @@ class RunOptions:
             gpt2-bpe/encoder.json and gpt2-bpe/vocab.bpe.
         length: Language models: tokens per text.
         test_samples: Language models: measure on this many texts only.
-        scored: Language models: number of training texts for SNIP, GraSP and MAP's curvature.
+        scored: Language models: number of training texts for SNIP, GraSP and the curvature of MAP networks.
         stages: Run only these ways to prune: posthoc, repaired, finetuned, online, structured, two-steps.
         criteria: How weights are ranked: opd, obd, magnitude, snip, grasp, synflow, wanda, random.
         sparsities: Shares of the weights to remove, such as 0.9 0.95.
@@ -197,9 +197,9 @@ class NetworkOptions:
         checkpoint: The trained network: a folder or checkpoint of shaver.fit, a network in a demo's models/ folder, a
             folder of shaver.save, a safetensors file, or a PyTorch file that holds nothing but a state dict.
         sparsity: The share to remove.
-        data: Data to measure on, and for criteria that need data: cancer, digits, mnist, fashion, cifar10, cifar100, or
-            package.module:function. The function returns an object with .train, .test and optionally .valid, each a
-            list of batches or a DataLoader. Without data, accuracy is not measured.
+        data: Data to measure on, to repair with, and for criteria that need data: cancer, digits, mnist, fashion,
+            cifar10, cifar100, or package.module:function. The function returns an object with .train, .test and
+            optionally .valid, each a list of batches or a DataLoader. Without data, accuracy is not measured.
         out: Write the network and a report into this folder; shaver.load reads it. Without it nothing is written.
         criterion: How to rank weights: opd (the default), obd, magnitude, snip, grasp, synflow, wanda, random, or
             damage (the cost of a removal after repair). opd and obd use the posterior of a SpaM run, or estimate one
@@ -293,9 +293,10 @@ class CompactOptions(NetworkOptions):
         sparsity: The share of the target to remove, such as 0.8. Without it, only dead units are removed, such as those
             pruned during training.
         criterion: How to rank units: by damage (the cost of a removal after repair), or by the sum over a unit's
-            weights of opd, obd, magnitude, snip, grasp, synflow, wanda or random. Default: damage if there is data and
-            no posterior, else opd. opd and obd use the posterior of a SpaM run, or estimate one from the data; snip,
-            grasp, wanda and damage need data; synflow needs data or an input shape; magnitude and random need nothing.
+            weights of opd, obd, magnitude, snip, grasp, synflow, wanda or random. Default: damage if the
+            command repairs and there is no posterior, else opd. opd and obd use the posterior of a SpaM run, or
+            estimate one from the data; snip, grasp, wanda and damage need data; synflow needs data or an input shape;
+            magnitude and random need nothing.
         target: What the sparsity is a share of: units (channels, hidden units, heads), parameters, flops or measured
             latency.
         spread: uniform removes the same share of each layer; global ranks the units of all layers together.

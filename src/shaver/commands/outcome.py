@@ -22,7 +22,7 @@ from shaver.lab.run.results import Row
 from shaver.measure import summary
 from shaver.pruning import Masks
 
-#: What a command leaves beside a network: how it was made, and the network in another format.
+#: Files that a command writes beside a network: how it was made, and the network in another format.
 PRUNING, COMPACTION, ONNX = "pruning.json", "compact.json", "network.onnx"
 
 
@@ -30,7 +30,7 @@ def measure_network(model: nn.Module, subject: Subject) -> Row:
     """Quality if there are data, size in memory and on disk, and FLOPs and time if there is an input."""
     test = None if subject.data is None else subject.data.test.batches
     row: Row = summary(model, test, subject.example, likelihood=subject.likelihood)
-    with tempfile.TemporaryDirectory() as folder:  # what the files really take, headers and all
+    with tempfile.TemporaryDirectory() as folder:  # the size of the files, headers included
         row["bytes_stored"] = size_of(save(model, folder))
     return row
 
@@ -68,8 +68,8 @@ def show_and_write(
 def write_network(out: Path, model: nn.Module, report: Mapping[str, Any], name: str, masks: Masks | None = None) -> int:
     """Write a network and the report of how it was made, and return the bytes of the network's own files.
 
-    A new folder appears complete or not at all. In a folder that holds an earlier network, ``save`` replaces that
-    network in one step, and what was derived from it (its report, an exported file) is removed first.
+    A new folder appears complete or not at all. In a folder that holds an earlier network, the files derived from it
+    (its report, an exported file) are removed first, and ``save`` then replaces the network in one step.
     """
     with _complete_folder(out) as folder:
         for derived in (folder / PRUNING, folder / COMPACTION, *folder.glob(f"{ONNX}*")):
@@ -90,7 +90,7 @@ def _complete_folder(out: Path) -> Iterator[Path]:
     try:
         yield folder
         if out.exists():
-            out.rmdir()  # it was seen to be empty
+            out.rmdir()  # the options were checked: it is empty
         folder.rename(out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -98,7 +98,7 @@ def _complete_folder(out: Path) -> Iterator[Path]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: what is not finite becomes null."""
+    """Replace values that are not finite by null, because JSON has no infinity."""
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
@@ -106,8 +106,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-#: Measure → its title, how a value is written, and what the change is: ± a difference, ÷ a ratio, or not shown. For a
-#: smaller network, everything that is not a difference is a ratio, and counts of non-zeros say nothing.
+#: Measure → its title, how a value is written, and the kind of change: ± a difference, ÷ a ratio, or not shown. For a
+#: smaller network, every change that is not a difference is a ratio, and counts of non-zeros are left out.
 _LINES: dict[str, tuple[str, Callable[[float], str], str]] = {
     "accuracy": ("accuracy, %", lambda v: f"{100 * v:.2f}", "±"),
     "rmse": ("root mean squared error", "{:.4g}".format, "±"),
@@ -128,10 +128,10 @@ _LINES: dict[str, tuple[str, Callable[[float], str], str]] = {
 def before_and_after(
     before: Row, after: Row, data: str | None, *, smaller: bool = False, unrepaired: Row | None = None
 ) -> Table:
-    """One line per measure that there is, with the change where it means something.
+    """One line per available measure, with its change where that is meaningful.
 
     Zeros in a dense tensor are multiplied like any number, so the latency changes only if the network is smaller.
-    ``unrepaired`` has the measures with the same weights removed and no repair, shown in a column of its own.
+    ``unrepaired`` has the measures without repair, for a column of their own.
     """
     where = f" on {data}" if data is not None else "; give --data to measure accuracy"
     table = Table(title=f"Before and after{where}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)

@@ -1,4 +1,4 @@
-"""``shaver prune``: a trained network from a file, pruned, measured before and after, and written to a smaller file."""
+"""``shaver prune``: read a trained network, prune it, measure it before and after, and write a smaller file."""
 
 import copy
 from dataclasses import asdict
@@ -45,7 +45,7 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
             passes=options.passes,
             progress=lambda done, total: status.update(f"Pruning and repairing … {done} of {total} steps"),
         )
-    with console.status("Measuring what is left …"):
+    with console.status("Measuring the pruned network …"):
         rows["after"] = measure_network(model, subject)
         if plain is not None:
             pruned.masks.apply_(plain)
@@ -65,7 +65,7 @@ def run_prune(options: PruneOptions, console: Console) -> Pruned:
 
 
 def _prepare(options: PruneOptions) -> Subject:
-    """Check what is asked for, then read the network and the data."""
+    """Check the options, then read the network and the data."""
     needless = [option for name, option in options.changed().items() if name in ("windows", "length", "column")]
     needless += [f"--scope {options.scope}"] if options.scope in (UNITS, LAYERS) else []
     if needless:

@@ -1,4 +1,4 @@
-"""``shaver run``: a recipe from the command line to its folder of results."""
+"""``shaver run``: run a recipe and write its folder of results."""
 
 import ast
 from pathlib import Path

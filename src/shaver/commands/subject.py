@@ -34,7 +34,7 @@ CALIBRATION = 2048
 
 @dataclass(frozen=True)
 class Data:
-    """What the network is scored with and measured on, each part in batches."""
+    """The data that the network is scored with and measured on, each part in batches."""
 
     title: str  # of the test data, for tables
     train: Source  # training data
@@ -44,10 +44,10 @@ class Data:
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained network and what it is scored with and measured on."""
+    """A trained network, with everything needed to score and measure it."""
 
     options: NetworkOptions  # what the user asked for
-    criterion: str  # by which units or weights are ranked
+    criterion: str  # how units or weights are ranked
     trained: TrainedNetwork  # the network, and what is known of its training
     likelihood: Likelihood  # what its outputs mean
     data: Data | None  # its data, if they were given
@@ -131,7 +131,7 @@ class Subject:
 
 
 def prepare(options: NetworkOptions, *, valid_fraction: float = 0.0) -> Subject:
-    """Check the options that need nothing else, then read the network and the data, and see that they fit."""
+    """Check the options, then read the network and the data, and check that they match."""
     if isinstance(options.sparsity, float | int):
         check_sparsity(options.sparsity)
     out = options.out
@@ -173,7 +173,7 @@ def check_held_out(options: PruneOptions) -> None:
 
 
 def criterion_of(options: NetworkOptions) -> str:
-    """The criterion's name, after the modules that the options name are imported: they may register one."""
+    """The criterion's name. Imports the modules that the options name first, because they may register it."""
     for option, spec in (("--factory", options.factory), ("--data", options.data)):
         if spec is not None and ":" in spec:
             import_function(spec, option)
@@ -187,7 +187,7 @@ def criterion_of(options: NetworkOptions) -> str:
 
 
 def how_to_give_data() -> str:
-    """What to do where data are needed and missing."""
+    """The advice in errors about missing data."""
     names = ", ".join(name for name in shaver.data.names() if name != "imdb")
     return f"give --data NAME ({names}), or --data package.module:function for your own"
 
@@ -236,7 +236,7 @@ def _example(options: NetworkOptions, data: Data | None) -> Example | None:
 
 
 def shape_of(example: Example | None) -> list[int] | None:
-    """The shape of one sample, for networks of one input that is not a row of tokens."""
+    """The shape of one sample, for networks with a single input that is not a row of tokens."""
     if isinstance(example, Tensor) and example.is_floating_point():
         return list(example.shape[1:])
     return None
@@ -251,7 +251,7 @@ def _check_fits(model: nn.Module, example: Example, option: str) -> None:
 
 
 def _origin(posterior: Posterior, is_learned: bool) -> str:
-    """Where a posterior comes from, in words."""
+    """A sentence that says where a posterior comes from."""
     if is_learned:
         return "Posterior: the one saved with the network."
     found = torch.cat([delta.reshape(-1) for delta in posterior.delta().values()])
