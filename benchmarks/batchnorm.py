@@ -31,7 +31,7 @@ def run(method: str, cosine: bool, seed: int, epochs: int, samples: int) -> list
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     steps = epochs * len(order.split(128))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 1e-6) if cosine else None
-    own = {"total_steps": steps if cosine else None, "seed": seed, "temperature": 1.0}
+    own = {"total_steps": steps if cosine else None, "seed": seed}
     spam = shaver.SpaM(model, samples, **own) if method == "spam" else None
     for _ in range(epochs):
         for part in torch.randperm(samples).split(128):
