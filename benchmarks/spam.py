@@ -184,13 +184,13 @@ def timing(name: str) -> dict[str, float]:
         seconds.setdefault(kind, []).append(time.process_time() - began)
 
     def step(is_measured: bool) -> None:
-        spam.steps, spam.online.steps = 0, 0 if is_measured else 1  # type: ignore[union-attr]
+        table.steps, spam.online.steps = 0, 0 if is_measured else 1  # type: ignore[union-attr]
         timed("measured passes" if is_measured else "passes", passes)
         timed("measured step" if is_measured else "SpaM step", lambda: spam.step(optimizer))
 
     for _ in range(repeats + 1):
         step(is_measured=True)
-        timed("update", lambda: spam._update(spam.online.curvature()))  # type: ignore[union-attr]
+        timed("update", lambda: spam._update(spam.online.curvature(copied=False)))  # type: ignore[union-attr]
         step(is_measured=False)
         with spam.unobserved():
             timed("passes", passes)

@@ -1,4 +1,4 @@
-r"""Dense accuracy and accuracy after pruning on nine small tasks: MAP and SpaM with several settings.
+r"""Dense accuracy and accuracy after pruning on eleven small tasks: MAP and SpaM with several settings.
 
     python benchmarks/tasks.py --split valid --tasks digits cancer --set "" --set temperature=0.5
     python benchmarks/tasks.py --seeds 2                    # all tasks, test split
@@ -63,6 +63,8 @@ TASKS = {
     "LeNet/MNIST": Task("lenet", "mnist", 20, 2, 60_000),
     "LeNet/Fashion": Task("lenet", "fashion", 20, 2, 60_000),
     "ResNet-20/CIFAR-10": Task("resnet20", "cifar10", 10, 2, 10_000),
+    "ResNet-18/CIFAR-10": Task("resnet18", "cifar10", 10, 1, 10_000, arguments={"planes": 16}),
+    "WRN-16-2/CIFAR-10": Task("wrn16", "cifar10", 10, 1, 10_000, arguments={"widen": 2}),
     "ViT/MNIST": Task("vit", "mnist", 10, 2, 60_000, 128, _ADAM),
     "GPT/IMDB": Task("gpt", "imdb", 4, 3, 3_000, 32, _SCRATCH),
     "BERT/IMDB": Task("bert", "imdb", 4, 3, 3_000, 32, _SCRATCH),
@@ -128,7 +130,7 @@ def load(task: Task, seed: int, split: str) -> tuple[shaver.data.InMemory, shave
     train, judged = splits.train, splits.valid if split == "valid" else splits.test
     if task.images is not None:
         train = shaver.data.InMemory(*train[torch.randperm(len(train), generator=draw)[: task.images]])
-    if task.network == "resnet20":  # half the resolution
+    if task.data == "cifar10":  # half the resolution
         train, judged = (shaver.data.InMemory(F.avg_pool2d(d[:][0], 2), d[:][1]) for d in (train, judged))
     return train, judged
 
