@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from shaver.criteria.prunable_weights import is_transposed_linear
 from shaver.criteria.registry import Given, criterion
+from shaver.measure.evaluating import unfused_attention
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -56,7 +57,6 @@ def wanda(given: Given) -> dict[str, Tensor]:
 @contextmanager
 def _listening(model: nn.Module, add: _Add) -> Iterator[None]:
     """Hooks on every supported layer. Attention's fused kernel is off, so that the hooks of its layers run."""
-    fused = torch.backends.mha.get_fastpath_enabled()
     handles = []
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -64,10 +64,9 @@ def _listening(model: nn.Module, add: _Add) -> Iterator[None]:
         elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or is_transposed_linear(module):
             handles.append(module.register_forward_hook(partial(_layer, add)))
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        yield
+        with unfused_attention():
+            yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
         for handle in handles:
             handle.remove()
 

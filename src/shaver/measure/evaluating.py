@@ -1,4 +1,4 @@
-"""A network inside a block of code: evaluation mode, and tensors that get their values back afterwards."""
+"""A network inside a block of code: evaluation mode, attention without fused kernels, tensors restored afterwards."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,3 +37,14 @@ def restored(tensors: Iterable[Tensor], *, always: bool = False) -> Iterator[Non
             with torch.no_grad():
                 for tensor, values in before:
                     tensor.copy_(values)
+
+
+@contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Attention and encoder layers of torch call the layers inside them instead of one fused kernel."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shaver.batches import tensors_in
-from shaver.measure.evaluating import evaluating
+from shaver.measure.evaluating import evaluating, unfused_attention
 from shaver.measure.example import Example, call, resize
 
 aten = torch.ops.aten
@@ -51,14 +51,8 @@ def flops(model: nn.Module, example: Example) -> Flops:
     """
     one = resize(example, 1)
     counter = _Counter([*model.parameters(), *model.buffers()])
-    # The fused kernel of whole encoder layers would hide the products inside it.
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with evaluating(model), counter:
-            call(model, one)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with evaluating(model), unfused_attention(), counter:  # a fused kernel would hide the products inside it
+        call(model, one)
     return Flops(counter.dense, counter.sparse)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shaver.measure.evaluating import unfused_attention
+
 #: ``visit(lane, path, module, args, kwargs, output)``, before (output is None) or after a module's forward.
 Visit = Callable[["Lane", str, nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
 
@@ -89,15 +91,13 @@ class Lane(threading.Thread):
 @contextmanager
 def lanes(runs: Sequence[Callable[[], object]]) -> Iterator[list[Lane]]:
     """A lane for each run, all closed at the end; attention runs its own layers instead of a fused kernel."""
-    fused = torch.backends.mha.get_fastpath_enabled()
     made = [Lane(run, number) for number, run in enumerate(runs)]
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        yield made
+        with unfused_attention():
+            yield made
     finally:
         for lane in made:
             lane.close()
-        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 @contextmanager

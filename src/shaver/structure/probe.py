@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shaver.curvature.capture import copied
+from shaver.measure.evaluating import unfused_attention
 from shaver.structure.groups import tensors_of
 from shaver.structure.layers import Axis, Layer, layers_of
 
@@ -98,10 +99,7 @@ class Probe:
     def __enter__(self) -> "Probe":
         for layer in self._known:
             self._patched.enter_context(_answering(layer.module, partial(self._answer, layer)))
-        # The fused encoder layer of torch does not call the layers inside it.
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        self._patched.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        self._patched.enter_context(unfused_attention())
         try:
             self.clean = self.run([], keep=True)
         except BaseException:
