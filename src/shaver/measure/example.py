@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from shaver.batches import LABELS
 
@@ -33,15 +33,18 @@ def samples_of(example: Example) -> int:
 
 def resize(example: Example, samples: int) -> Example:
     """The example at another batch size: its samples, repeated from the first as often as needed."""
-    size = samples_of(example)
-
-    def one(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != size:
-            return value
-        return value[torch.arange(samples, device=value.device) % size]
-
-    resized: Example = tree_map(one, dict(example) if isinstance(example, Mapping) else example)
+    resized: Example = cycled(dict(example) if isinstance(example, Mapping) else example, samples_of(example), samples)
     return resized
+
+
+def cycled(example: Any, size: int, samples: int) -> Any:
+    """All tensors of ``size`` samples with another number of samples, cyclically; everything else as it is."""
+
+    def one(value: Tensor) -> Tensor:
+        fits = value.ndim and size and len(value) == size
+        return value[torch.arange(samples, device=value.device) % size] if fits else value
+
+    return tree_map_only(Tensor, one, example)
 
 
 def call(model: nn.Module, example: Example) -> Any:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unfl
 
 from shaver.batches import LABELS, Forward, tensors_in
 from shaver.curvature.capture import copied, undisturbed
+from shaver.measure.example import cycled
 
 #: Samples of a drawn batch, and the length that a dimension of size 1 is given.
 _SAMPLES, _LENGTH = 2, 3
@@ -43,12 +44,7 @@ def check_example(example: object, forward: Forward | None = None) -> Any:
 def short(example: Any, samples: int = _SAMPLES) -> Any:
     """The example with another number of samples, cyclically; entries of another length stay as they are."""
     size = next((len(value) for value in tensors_in(example) if value.ndim), 0)
-
-    def one(value: Tensor) -> Tensor:
-        fits = value.ndim and size and len(value) == size
-        return value[torch.arange(samples, device=value.device) % size] if fits else value
-
-    return tree_map_only(Tensor, one, example)
+    return cycled(example, size, samples)
 
 
 class VariedInputs:
