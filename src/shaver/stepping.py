@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from shaver.curvature.blocks import row_pieces, summed
+from shaver.curvature.blocks import PIECE, row_pieces, summed
 from shaver.evidence import shrink_factor
 from shaver.invariance import kept_norms, remove_radial
 from shaver.shards import local
@@ -69,10 +69,15 @@ def apply_prior(
     """
     scale_free = scale_free or {}
     for group in optimizer.param_groups:
+        together: list[tuple[Tensor, Tensor]] = []  # small weights that share one step size, and their precisions
         for weight in group["params"]:
-            if weight.grad is None or weight not in delta:
+            precision = delta.get(weight) if weight.grad is not None else None
+            if precision is None:
                 continue
-            own, precision = local(weight), delta[weight]
+            own = local(weight)
+            if isinstance(optimizer, SGD) and own.numel() <= PIECE and weight not in scale_free:
+                together.append((own, precision))
+                continue
             with kept_norms([weight], scale_free) if weight in scale_free else nullcontext():
                 precision = precision.expand_as(own)
                 for rows in row_pieces(own):
@@ -86,6 +91,14 @@ def apply_prior(
                             part.mul_(factor)
                     else:
                         part.mul_(_proximal(torch.add(_ONE, count, alpha=step * strength)))
+        for start in range(0, len(together), 16):  # few calls, but no temporary as large as the network
+            weights, precisions = zip(*together[start : start + 16], strict=True)
+            factors = torch._foreach_mul(precisions, _shared_step(group) * strength)
+            torch._foreach_add_(factors, 1.0)
+            torch._foreach_reciprocal_(factors)
+            for factor in factors:
+                torch.threshold_(factor, NEGLIGIBLE, 0.0)
+            torch._foreach_mul_(weights, factors)
 
 
 @torch.no_grad()
@@ -172,7 +185,6 @@ def effective_step(
         rows: Only these rows. Default: all.
     """
     lr = float(group["lr"])
-    momentum = float(group.get("momentum", 0.0))
     state = optimizer.state.get(parameter, {})
     square: Tensor
 
@@ -186,16 +198,22 @@ def effective_step(
         ratio: Tensor = (of("acc_delta") + group["eps"]).div_(of("square_avg") + group["eps"])
         return ratio.sqrt_().mul_(lr)
     elif "square_avg" in state:  # RMSprop
-        lr /= 1 - momentum
+        lr /= 1 - float(group["momentum"])
         square = of("square_avg")
         square = square.addcmul(of("grad_avg"), of("grad_avg"), value=-1) if group["centered"] else square.clone()
     elif "sum" in state:  # Adagrad
         lr /= 1 + (float(state["step"]) - 1) * float(group["lr_decay"])
         square = of("sum").clone()
     else:
-        dampening = float(group.get("dampening", 0.0)) if momentum else 0.0  # torch ignores it without momentum
-        return lr * (1 - dampening) / (1 - momentum)
+        return _shared_step(group)
     return square.sqrt_().add_(group["eps"]).reciprocal_().mul_(lr)
+
+
+def _shared_step(group: Mapping[str, Any]) -> float:
+    """The effective step size of an optimizer that has the same one for all weights of a group."""
+    momentum = float(group.get("momentum", 0.0))
+    dampening = float(group.get("dampening", 0.0)) if momentum else 0.0  # torch ignores it without momentum
+    return float(group["lr"]) * (1 - dampening) / (1 - momentum)
 
 
 @torch.no_grad()

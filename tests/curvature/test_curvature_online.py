@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shaver.curvature import OnlineCurvature
+from shaver.curvature.online import LARGE
 from shaver.likelihoods import Classification
 from tests.curvature.cases import Case, normal
 from tests.curvature.networks import VisionTransformer
@@ -76,6 +78,25 @@ def test_a_mean_over_tokens_weighs_one_token():
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
     assert_step(online, case, [(x, y)])
     assert online.weight == pytest.approx(1 / 4, rel=1e-9)
+
+
+def test_a_large_layer_waits_in_16_bits_and_loses_nothing_else():
+    """Three passes of one step: the first is rounded to 8 bits of mantissa, the others are added in 32."""
+    model = nn.Sequential(nn.Linear(600, 500, bias=False))
+    assert model[0].weight.numel() > LARGE
+    batches = [(torch.randn(3, 600), torch.randint(0, 500, (3,))) for _ in range(3)]
+    for used in (batches[:1], batches):
+        online = OnlineCurvature(model, data_size=N, source="ef", every=1)
+        squares = torch.zeros(500, 600)
+        for x, y in used:
+            F.cross_entropy(model(x), y).backward()
+            b = model(x).softmax(-1).detach() - F.one_hot(y, 500)
+            squares += b.square().t() @ x.square()
+        assert {sums.dtype for sums in online._sums.values()} == {torch.bfloat16 if used == batches[:1] else torch.float32}
+        assert online.step()
+        found = online.curvature().diagonal()["0.weight"] * 3 * len(used) / N
+        assert torch.allclose(found, squares, rtol=2**-8, atol=1e-9)
+        online.close()
 
 
 @pytest.mark.parametrize("name", ["lenet", "called-twice", "attention-batch-first", "vision-transformer"])

@@ -37,6 +37,9 @@ UNMEASURED = (
     "network that was compiled and run before ignores new hooks: create SpaM first, or call torch._dynamo.reset()."
 )
 
+#: Parameters with more weights than this keep the sums of a step in 16 bits.
+LARGE = 2**18
+
 
 class OnlineCurvature:
     """Measures the curvature of a model in training and keeps a bias-corrected moving average of the diagonal of H.
@@ -304,11 +307,17 @@ class OnlineCurvature:
     # The average -----------------------------------------------------------------------------------------------
 
     def _add(self, name: str, squares: Tensor) -> None:
+        """Add to the sums of the step. A large sum that may be the only one of its step waits in 16 bits.
+
+        The gradients of the loss are computed meanwhile, when a training takes the most memory. The 16 bits round by at
+        most 0.4 %, and one measurement differs from the next by far more.
+        """
         squares = self._held.own(name, squares)
         if name in self._sums:
-            self._sums[name] += squares
-        else:
-            self._sums[name] = squares
+            squares.add_(self._sums[name])
+        elif not self.ranks and squares.dtype == torch.float32 and squares.numel() > LARGE:
+            squares = squares.bfloat16()
+        self._sums[name] = squares
 
     def _add_zeros(self) -> None:
         """Start the average of new parameters."""
