@@ -1,5 +1,7 @@
 """Pruning while training, and training what pruning left: zeros stay zero, and a resumed run has the same ones."""
 
+import copy
+
 import pytest
 import torch
 
@@ -91,6 +93,37 @@ def test_opd_waits_for_the_first_learned_prior():
     assert by_size[0]["sparsity"] > 0
 
 
+def test_the_evidence_decides_how_much_is_removed():
+    """Each cut removes as much as ``prune(…, "auto")`` would at that moment, and what is removed stays removed."""
+    wanted, model = [], network()
+
+    class Spy(shaver.SpaM):
+        def advance(self, *optimizers):
+            before = self.updates
+            super().advance(*optimizers)
+            if self.updates > before:
+                left = copy.deepcopy(self.model)
+                wanted.append(prune(left, None, "auto", posterior=self.posterior).achieved)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shaver.training.learner.SpaM", Spy)
+        # one update of δ per epoch of six steps, from the first step on until the masks are final
+        spam = {"every": 3, "update": 6, "burn_in": 0.0, "freeze": 0.6}
+        history = fit(model, batches(), epochs=10, spam=spam, online=Online("auto", start=0.0, end=0.6))
+    reached = history.column("sparsity")
+    most = [max(wanted[: i + 1]) for i in range(len(wanted))]
+    assert len(wanted) == 6
+    assert reached[:6] == pytest.approx(most)
+    assert 0 < reached[0] < reached[-1] < 1
+    assert reached[6:] == reached[5:6] * 4
+    assert sum(int((p == 0).sum()) for p in model.parameters() if p.ndim > 1) >= round(reached[-1] * 108)
+
+
+def test_without_a_learned_prior_the_evidence_removes_nothing():
+    history = fit(network(), batches(), epochs=2, spam={"every": 3, "update": 500}, online=Online("auto"))
+    assert history.column("sparsity") == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("debias", [False, True])
 def test_debiased_weights_leave_the_learned_prior_at_the_end(debias):
     pulls = []
@@ -180,6 +213,7 @@ def test_what_cannot_be_is_refused_before_anything_changes():
         ({"masks": masks, "online": Online(0.5)}, ValueError, "give one of them"),
         ({"online": 0.9}, TypeError, r"takes .*Online\(sparsity, …\) or .*Gradual\(…\), not 0\.9"),
         ({"online": Online(0.5, criterion="opd"), "method": "map"}, ValueError, 'only method="spam" learns'),
+        ({"online": Online("auto"), "method": "map"}, ValueError, 'only method="spam" learns'),
         ({"online": Online(0.5), "options": Options(early_stopping=2)}, ValueError, "early_stopping"),
     ]:
         with pytest.raises(error, match=message):

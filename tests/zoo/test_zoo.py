@@ -54,6 +54,21 @@ def test_parameter_counts_are_the_published_ones(name, arguments, count):
     assert size(zoo.build(name, **arguments)) == count
 
 
+@pytest.mark.parametrize("name", ["fcn", "lenet_caffe"])
+def test_dropout_changes_training_only_and_is_rebuilt(name):
+    arguments, shape = SMALL[name]
+    plain, dropping = (zoo.build(name, seed=1, dropout=share, **arguments) for share in (0.0, 0.5))
+    x = torch.rand(4, *shape) + 1
+    assert torch.equal(plain.eval()(x), dropping.eval()(x))
+    dropping.train()
+    assert not torch.equal(dropping(x), dropping(x))
+    assert "dropout" not in plain.arguments
+    assert zoo.build(**json.loads(json.dumps(dropping.arguments))).dropout.p == 0.5
+    for wrong in (1.0, -0.1, True, "a"):
+        with pytest.raises(ValueError, match="share of the inputs to drop"):
+            zoo.build(name, dropout=wrong, **arguments)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_a_network_is_rebuilt_from_its_plain_arguments(name):
     arguments, shape = SMALL[name]

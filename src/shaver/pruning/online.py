@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shaver.criteria import PosteriorLike, needs, score
 from shaver.criteria.prunable_weights import Rule, with_biases
 from shaver.naming import check_count, check_name, check_number
+from shaver.pruning.automatic import weigh
 from shaver.pruning.masks import Hold, Masks
 from shaver.pruning.pruned import Pruned, check_fit
 from shaver.pruning.ranking import Ranking, check_sparsity
@@ -62,7 +63,7 @@ class Schedule:
     :class:`Online` removes weights and :class:`shaver.structure.Gradual` whole units.
 
     Attributes:
-        sparsity: The final share to remove, in [0, 1).
+        sparsity: The final share to remove, in [0, 1); :class:`Online` also takes ``"auto"``.
         criterion: The criterion. Default: OPD with SpaM, magnitude with MAP and L1. A criterion that needs data cannot
             be used: during training only the weights and the posterior are available.
         schedule: ``"linear"``, ``"cubic"`` or a function from [0, 1] to [0, 1].
@@ -78,8 +79,10 @@ class Schedule:
 
     #: Default options of SpaM for this kind of pruning.
     spam_defaults: ClassVar[Mapping[str, str]] = {}
+    #: Whether ``sparsity`` may be ``"auto"``.
+    takes_auto: ClassVar[bool] = False
 
-    sparsity: float
+    sparsity: float | str
     _: KW_ONLY
     criterion: str | None = None
     schedule: str | Shape = "cubic"
@@ -90,7 +93,8 @@ class Schedule:
     calibration: Iterable[Any] | None = None
 
     def __post_init__(self) -> None:
-        check_sparsity(self.sparsity)
+        if not (self.takes_auto and self.is_automatic):
+            check_sparsity(self.sparsity)
         check_count("every", self.every)
         check_number("start", self.start)
         check_number("end", self.end)
@@ -108,8 +112,14 @@ class Schedule:
                 "'opd' (with SpaM), 'obd' (with SpaM) or 'magnitude'."
             )
 
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the evidence decides how much is removed."""
+        return isinstance(self.sparsity, str) and self.sparsity == "auto"
+
     def sparsity_at(self, progress: float) -> float:
         """The sparsity to reach after this share of training."""
+        assert not isinstance(self.sparsity, str), "the evidence decides"
         if not 0 <= progress <= 1:
             raise ValueError(f"progress is the share of training that has passed, in [0, 1], not {progress!r}.")
         shape = SHAPES[self.schedule] if isinstance(self.schedule, str) else self.schedule
@@ -127,6 +137,9 @@ class Online(Schedule):
 
     LeNet at 99 % sparsity is best if the masks are final at about 60 % of training.
 
+    With ``Online("auto")`` no target is needed: after each update of δ, the weights that ``prune(…, "auto")`` would
+    remove are removed. This needs SpaM and OPD; ``schedule`` has no effect.
+
     Attributes:
         scope: ``"global"`` or ``"layer"``.
         cap: The largest share that any parameter may lose.
@@ -135,6 +148,7 @@ class Online(Schedule):
             of the biases can be removed too; otherwise they would be a third of what is left.
     """
 
+    takes_auto: ClassVar[bool] = True
     _: KW_ONLY
     scope: str = "global"
     cap: float = 1.0
@@ -144,6 +158,8 @@ class Online(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name("scope", self.scope, ("global", "layer"))
+        if self.is_automatic and self.criterion not in (None, "opd"):
+            raise ValueError(f'sparsity="auto" follows the evidence; leave out criterion={self.criterion!r}.')
 
     def selector(self, model: nn.Module) -> "WeightSelector":
         """A selector of single weights."""
@@ -217,12 +233,13 @@ class OnlinePruner:
         self.schedule = schedule
         self.kept: Mapping[str, Tensor] | None = None
         self._model, self._optimizer, self._learner = model, optimizer, learner
-        self._criterion = schedule.criterion or ("magnitude" if learner is None else "opd")
+        follows = learner is not None or schedule.is_automatic
+        self._criterion = schedule.criterion or ("opd" if follows else "magnitude")
         self._waits = "posterior" in needs(self._criterion)
         if self._waits and learner is None:
             raise ValueError(
                 f'criterion {self._criterion!r} needs a posterior while the network trains, which only method="spam" '
-                'learns; use criterion="magnitude" here.'
+                'learns; use criterion="magnitude" and a given sparsity here.'
             )
         self._selector = schedule.selector(model)
         self._hold: Hold | None = None
@@ -240,8 +257,11 @@ class OnlinePruner:
         Raises:
             ValueError: Scores or progress are not usable; the current masks are kept.
         """
-        requested = self.schedule.sparsity_at(progress)
-        kept = self._selector.select(scores, requested, self.schedule.sparsity, self.kept)
+        if isinstance(self.schedule.sparsity, str):
+            requested = final = self._automatic(scores)
+        else:
+            requested, final = self.schedule.sparsity_at(progress), self.schedule.sparsity
+        kept = self._selector.select(scores, requested, final, self.kept)
         before = 0.0 if self.masks is None else self.masks.sparsity
         reference = None if self.schedule.calibration is None else copy.deepcopy(self._model)
         self._set(kept)
@@ -254,7 +274,8 @@ class OnlinePruner:
     def after_step(self, progress: float) -> None:
         """Call this after each step, with the share of training that has passed; prunes if it is due."""
         self._steps_since += 1
-        due = self._steps_since >= self.schedule.every or progress >= self.schedule.end or self._updated()
+        is_time = self._steps_since >= self.schedule.every and not self.schedule.is_automatic
+        due = is_time or progress >= self.schedule.end or self._updated()
         if progress > self.schedule.start and due:
             self._cut(progress)
 
@@ -279,13 +300,20 @@ class OnlinePruner:
         if state["kept"] is not None:
             self._set(state["kept"])
 
+    def _automatic(self, names: Iterable[str]) -> float:
+        """The share of the named weights that automatic sparsity would remove now."""
+        assert self._learner is not None
+        kept = weigh(self._model, self._learner.posterior, names).kept()
+        return Masks(kept).sparsity
+
     def _updated(self) -> bool:
         """Whether δ was updated since the masks were."""
         return self._learner is not None and self._learner.updates > self._seen
 
     def _cut(self, progress: float) -> None:
         learner = self._learner
-        if self._reached or (self._waits and progress < 1 and learner is not None and not learner.updates):
+        must_end = progress >= 1 and not self.schedule.is_automatic  # even if δ was never learned
+        if self._reached or (self._waits and not must_end and learner is not None and not learner.updates):
             return
         posterior = learner.posterior if self._waits and learner is not None else None
         self.update(self._selector.scores(self._criterion, posterior), progress)

@@ -20,10 +20,14 @@ class FCN(Network):
         inputs: Numbers per sample.
         hidden: Width of each hidden layer; empty for logistic regression.
         classes: Number of outputs.
+        dropout: Share of the inputs that are set to zero at random while the network trains.
     """
 
-    def __init__(self, inputs: int = 784, hidden: Sequence[int] = (256,), classes: int = 10) -> None:
+    def __init__(
+        self, inputs: int = 784, hidden: Sequence[int] = (256,), classes: int = 10, dropout: float = 0.0
+    ) -> None:
         super().__init__("fcn", inputs=inputs, hidden=list(hidden), classes=classes)
+        self.dropout = self.input_dropout(dropout)
         layers: list[nn.Module] = []
         for before, after in pairwise([inputs, *hidden, classes]):
             layers += [nn.Linear(before, after), nn.ReLU()]
@@ -38,5 +42,5 @@ class FCN(Network):
                 f"expected samples of {first.in_features} numbers, shape (batch, {first.in_features}) or any that "
                 f"flattens to it, but got {tuple(x.shape)}."
             )
-        logits: Tensor = self.layers(x.flatten(1))
+        logits: Tensor = self.layers(self.dropout(x.flatten(1)))
         return logits

@@ -51,10 +51,18 @@ class LeNetCaffe(Network):
         classes: Number of outputs.
         widths: Channels of the two convolutions and units of the hidden layer.
         rectified: Whether the convolutions have a ReLU.
+        dropout: Share of the pixels that are set to zero at random while the network trains.
     """
 
-    def __init__(self, classes: int = 10, widths: tuple[int, int, int] = (20, 50, 500), rectified: bool = True) -> None:
+    def __init__(
+        self,
+        classes: int = 10,
+        widths: tuple[int, int, int] = (20, 50, 500),
+        rectified: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__("lenet_caffe", classes=classes, widths=list(widths))
+        self.dropout = self.input_dropout(dropout)
         if len(widths) != 3:
             raise ValueError(f"LeNet-5-Caffe has two convolutions and one hidden layer, not widths={widths!r}.")
         self.arguments["rectified"] = rectified
@@ -70,7 +78,7 @@ class LeNetCaffe(Network):
         check_images(x, self.conv1.in_channels, 28)
         # Channels last halve the time of an epoch on a CPU: pooling is then vectorised. Only the backward pass of the
         # first convolution, with its single input channel, is twice as fast with channels first.
-        x = self.conv1(x)
+        x = self.conv1(self.dropout(x))
         if x.requires_grad:
             x.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         x = self.activation(F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2))

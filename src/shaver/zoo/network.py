@@ -26,6 +26,14 @@ class Network(nn.Module):
                 if not isinstance(one, int) or isinstance(one, bool) or one < 1:
                     raise ValueError(f"{place} must be a positive integer, not {one!r}.")
 
+    def input_dropout(self, share: float) -> nn.Dropout:
+        """A layer that sets this share of the inputs to zero in training; kept in ``arguments`` unless it is 0."""
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise ValueError(f"dropout is the share of the inputs to drop, in [0, 1), not {share!r}.")
+        if share:
+            self.arguments["dropout"] = share
+        return nn.Dropout(share)
+
 
 def stages(
     block: Callable[[int, int, int], nn.Module], inputs: int, widths: Sequence[int], count: int
