@@ -6,7 +6,7 @@
     python benchmarks/record.py runs/record-300-100 --out docs/results
 
 Writes record.csv, record.svg (error over non-zero weights) and record_network.svg (all weights of one LeNet-300-100:
-that of the first seed at the highest compression), and prints the table. Rows of an earlier record.csv are kept.
+that of the first seed at 100×), and prints the table. Rows of an earlier record.csv are kept.
 """
 
 import argparse
@@ -45,6 +45,12 @@ METHODS = {
     "vd": ("Sparse VD", "#cc79a7", "^"),
     "l0": ("L0 gates", "#56b4e9", "v"),
 }
+#: The same with dropout of the inputs.
+DROPPED = {
+    "spam": ("SpaM, input dropout", "#8c2d04", "o"),
+    "map": ("gradual magnitude pruning, input dropout", "#053061", "s"),
+    "vd": ("Sparse VD, input dropout", "#7a0177", "^"),
+}
 #: Network → method, compression and error as their papers have them, and where in the figure its name stands in points.
 #: Biases and epochs are counted differently there.
 PUBLISHED = {
@@ -56,8 +62,11 @@ PUBLISHED = {
     ],
 }
 HOLLOW = "published"
+#: Compression of the network that is drawn.
+DRAWN = 100
 FIELDS = (
-    "task", "method", "epochs", "seed", "parameters", "nonzeros", "biases", "compression", "error", "file", "seconds"
+    "task", "method", "dropout", "epochs", "seed", "parameters", "nonzeros", "biases", "compression", "error", "file",
+    "seconds",
 )  # fmt: skip
 POSITIVE, NEGATIVE, INK = "#d55e00", "#0072b2", "#333333"
 
@@ -88,6 +97,7 @@ def rows_of(run: Path) -> list[tuple[Row, Path]]:
             done["compression"] = round(sizes["parameters"] / sizes["nonzeros"], 1)
             done["error"] = round(100 * (1 - float(row["accuracy"])), 2)
             network = network_of(cell)
+            done["dropout"] = network.arguments.get("dropout", 0)
             done["biases"] = sum(int((p != 0).sum()) for p in network.parameters() if p.ndim == 1)
             done["file"] = bytes_on_disk(network)
             done["seconds"] = round(float(row["train_seconds"]))
@@ -95,13 +105,18 @@ def rows_of(run: Path) -> list[tuple[Row, Path]]:
     return found
 
 
+def look(row: Row) -> tuple[str, str, str]:
+    """Label, colour and marker of a training."""
+    return (DROPPED if float(row["dropout"]) else METHODS)[row["method"]]
+
+
 def grouped(rows: list[Row]) -> dict[tuple[str, str, int, str], list[Row]]:
-    """The trainings that differ in their seed only, by network, method, compression (of rivals 0) and epochs."""
+    """The trainings that differ in their seed only, by network, label, compression (of rivals 0) and epochs."""
     groups: dict[tuple[str, str, int, str], list[Row]] = defaultdict(list)
     for row in rows:
         # two digits, as units without weights differ a little between seeds; rivals find their own
         times = int(float(f"{float(row['compression']):.2g}")) if row["method"] in ("spam", "map") else 0
-        groups[row["task"], row["method"], times, str(row["epochs"])].append(row)
+        groups[row["task"], look(row)[0], times, str(row["epochs"])].append(row)
     return groups
 
 
@@ -111,13 +126,13 @@ def table(rows: list[Row]) -> str:
         "| network | method | epochs | seeds | compression | non-zero | biases | test error, % | bytes on disk |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (task, method, _, epochs), mine in grouped(rows).items():
+    for (task, label, _, epochs), mine in grouped(rows).items():
         errors = [float(row["error"]) for row in mine]
         spread = f" ± {statistics.stdev(errors):.2f}" if len(mine) > 1 else ""
         columns = ("compression", "nonzeros", "biases", "file")
         means = {name: statistics.mean(float(row[name]) for row in mine) for name in columns}
         lines.append(
-            f"| {NETWORKS[task]} | {METHODS[method][0]} | {epochs} | {len(mine)} | {means['compression']:.0f}× "
+            f"| {NETWORKS[task]} | {label} | {epochs} | {len(mine)} | {means['compression']:.0f}× "
             f"| {means['nonzeros']:,.0f} | {means['biases']:,.0f} | {statistics.mean(errors):.2f}{spread} "
             f"| {means['file']:,.0f} |"
         )
@@ -132,15 +147,14 @@ def draw_errors(rows: list[Row], path: Path) -> None:
         mine = [row for row in rows if row["task"] == task]
         total = int(mine[0]["parameters"])
         usual = min(int(row["epochs"]) for row in mine if row["method"] in ("spam", "map"))
-        for method, epochs in dict.fromkeys((row["method"], int(row["epochs"])) for row in mine):
-            label, colour, marker = METHODS[method]
-            groups = [group for key, group in grouped(mine).items() if key[1] == method and int(key[3]) == epochs]
+        for (label, colour, marker), epochs in dict.fromkeys((look(row), int(row["epochs"])) for row in mine):
+            groups = [group for key, group in grouped(mine).items() if key[1] == label and int(key[3]) == epochs]
             points = [[(int(row["nonzeros"]), float(row["error"])) for row in group] for group in groups]
             means = sorted(tuple(statistics.mean(values) for values in zip(*one, strict=True)) for one in points)
             axis.plot(*zip(*means, strict=True), color=colour, lw=1.2, alpha=0.7)
             for one in points:
                 axis.scatter(*zip(*one, strict=True), color=colour, marker=marker, s=26, alpha=0.75, label=label, lw=0)
-            if epochs > usual and method in ("spam", "vd"):
+            if epochs > usual and groups[0][0]["method"] in ("spam", "vd"):
                 axis.annotate(
                     f"{epochs} epochs", means[0], (0, -9), textcoords="offset points", fontsize=7.5, color=colour,
                     ha="center", va="center",
@@ -153,9 +167,10 @@ def draw_errors(rows: list[Row], path: Path) -> None:
             )  # fmt: skip
         _dress(axis, total, NETWORKS[task])
     known = {label: mark for axis in panels[0] for mark, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    order = [label for label, *_ in METHODS.values() if label in known] + [HOLLOW] * (HOLLOW in known)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.legend([known[label] for label in order], order, fontsize=8.5, loc="lower center", ncols=8, frameon=False)
+    looks = (*METHODS.values(), *DROPPED.values())
+    order = [label for label, *_ in looks if label in known] + [HOLLOW] * (HOLLOW in known)
+    figure.tight_layout(rect=(0, 0.11, 1, 1))
+    figure.legend([known[label] for label in order], order, fontsize=8.5, loc="lower center", ncols=5, frameon=False)
     _save(figure, path)
 
 
@@ -270,20 +285,26 @@ def main() -> None:
     given = parser.parse_args()
     pyplot.rcParams["svg.hashsalt"] = "record"
     found = [pair for run in given.runs for pair in rows_of(run)]
-    key = ("task", "method", "epochs", "seed", "nonzeros")
+    key = ("task", "method", "dropout", "epochs", "seed", "nonzeros")
     rows = {tuple(str(row[k]) for k in key): row for row in read_rows(given.out / "record.csv")}
     rows |= {tuple(str(row[k]) for k in key): row for row, _ in found}
     methods = list(METHODS)
     ordered = sorted(
         rows.values(),
-        key=lambda r: (r["task"], methods.index(r["method"]), round(float(r["compression"])), int(r["seed"])),
+        key=lambda r: (
+            r["task"],
+            methods.index(r["method"]),
+            float(r["dropout"]),
+            round(float(r["compression"])),
+            int(r["seed"]),
+        ),
     )
     write_csv(given.out / "record.csv", [{name: row[name] for name in FIELDS} for row in ordered])
     print(table(ordered))
     draw_errors(ordered, given.out / "record.svg")
     ours = [pair for pair in found if (pair[0]["task"], pair[0]["method"]) == ("lenet-300-100", "spam")]
     if ours:
-        _, cell = min(ours, key=lambda pair: (int(pair[0]["seed"]), pair[0]["nonzeros"]))
+        _, cell = min(ours, key=lambda pair: (int(pair[0]["seed"]), abs(pair[0]["compression"] - DRAWN)))
         draw_network(network_of(cell), given.out / "record_network.svg")
 
 

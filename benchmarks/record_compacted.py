@@ -37,8 +37,6 @@ TRAINING: dict[str, Any] = {"lr": 0.05, "batch_size": 128, "progress": False}
 EPOCHS = (10, 20)
 #: Of the Gaussian prior before δ is learned, and in part 3.
 PRECISION = 20.0
-#: Share of all weights and biases to remove: slightly more than 280×, so that the rounded count is enough.
-SPARSITY = 1 - 1 / 281
 
 
 def nonzero(model: nn.Module) -> Masks:
@@ -46,17 +44,18 @@ def nonzero(model: nn.Module) -> Masks:
     return Masks({name: p.detach() != 0 for name, p in model.named_parameters()})
 
 
-def prune_while_training(method: str, train: InMemory, seed: int, place: Path) -> nn.Module:
+def prune_while_training(given: argparse.Namespace, train: InMemory, seed: int, place: Path) -> nn.Module:
     """Part 1; read from its file if it is there."""
-    model, file = zoo.build("lenet_caffe", seed=seed), place / "pruned.safetensors"
+    model, file = zoo.build("lenet_caffe", seed=seed, dropout=given.dropout), place / "pruned.safetensors"
     if not file.exists():
         began = time.process_time()
         prior: dict[str, Any] = {"weight_decay": PRECISION / len(train)}
-        if method == "spam":
+        if given.method == "spam":
             prior = {"spam": {"burn_in": 0.05, "freeze": 1.0, "initial_precision": PRECISION, "temperature": 1.0}}
         shaver.fit(
-            model, train, method=method, epochs=EPOCHS[0], seed=seed, schedule="constant", folder=place / "fit",
-            online=Online(SPARSITY, start=0.05, end=1.0, biases=True), logger=Told("pruning"), **prior, **TRAINING,
+            model, train, method=given.method, epochs=EPOCHS[0], seed=seed, schedule="constant", folder=place / "fit",
+            online=Online(1 - 1 / given.times, start=0.05, end=1.0, biases=True), logger=Told("pruning"),
+            **prior, **TRAINING,
         )  # fmt: skip
         save_state(file, {"weights": model.state_dict(), "seconds": time.process_time() - began})
     model.load_state_dict(load_state(file)["weights"])
@@ -94,6 +93,10 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=["spam", "map"], default="spam", help="map is gradual magnitude pruning")
+    parser.add_argument("--dropout", type=float, default=0.0, help="share of the pixels that each step drops")
+    parser.add_argument(
+        "--times", type=float, default=281, help="the compression, all weights ÷ kept ones; slightly more than 280"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--held-out", action="store_true", help="train on 50,000 images and judge the other 10,000")
     parser.add_argument("--no-test", action="store_true", help="judge no test images and write no rows")
@@ -104,9 +107,10 @@ def main() -> None:
     data = shaver.data.load("mnist", valid_fraction=1 / 6 if given.held_out else 0.0, seed=0)
     for seed in given.seeds:
         began = time.process_time()
-        place = given.runs / given.method / (f"held-out-{seed}" if given.held_out else str(seed))
+        kind = f"{given.method}-{given.times:g}-{given.dropout:g}"
+        place = given.runs / kind / (f"held-out-{seed}" if given.held_out else str(seed))
         was_pruned = (place / "pruned.safetensors").exists()
-        model = prune_while_training(given.method, data.train, seed, place)
+        model = prune_while_training(given, data.train, seed, place)
         small = cool_down(model, data.train, seed)
         left = nonzero(small)
         print(f"seed {seed}: {left.kept} weights and biases", flush=True)
@@ -119,8 +123,8 @@ def main() -> None:
         total = sum(p.numel() for p in model.parameters())
         earlier = load_state(place / "pruned.safetensors")["seconds"] if was_pruned else 0.0
         row = {
-            "task": "lenet-caffe", "method": given.method, "epochs": sum(EPOCHS), "seed": seed,
-            "parameters": total, "nonzeros": left.kept,
+            "task": "lenet-caffe", "method": given.method, "dropout": given.dropout, "epochs": sum(EPOCHS),
+            "seed": seed, "parameters": total, "nonzeros": left.kept,
             "biases": sum(int((p != 0).sum()) for p in small.parameters() if p.ndim == 1),
             "compression": round(total / left.kept, 1), "error": error, "file": bytes_on_disk(small),
             "seconds": round(earlier + time.process_time() - began),

@@ -103,7 +103,7 @@ def main() -> None:
         if given.no_test:
             return
         row = {
-            "task": "lenet-mnist", "method": method, "epochs": epochs, "seed": seed,
+            "task": "lenet-mnist", "method": method, "dropout": 0, "epochs": epochs, "seed": seed,
             "parameters": sum(p.numel() for p in network.parameters()), "nonzeros": kept,
             "biases": sum(int((p != 0).sum()) for p in network.parameters() if p.ndim == 1),
             "error": error_of(network, data.test), "file": bytes_on_disk(network), "seconds": round(seconds),

@@ -76,7 +76,13 @@ _LATE = ((0.65, 2 / 3), "two cosines", {"burn_in": 0.07, "freeze": 0.47})
 
 
 def _record(
-    task: str, *compressions: float, name: str, scale: str, removal: tuple[Any, ...] = _TO_THE_MIDDLE, **training: Any
+    task: str,
+    *compressions: float,
+    name: str,
+    scale: str,
+    removal: tuple[Any, ...] = _TO_THE_MIDDLE,
+    dropout: float = 0.0,
+    **training: Any,
 ) -> Recipe:
     """Pruning to the published compressions, all weights and biases counted, in one training from random weights.
 
@@ -89,6 +95,9 @@ def _record(
     online = {"biases": True, "debias": True, "start": start, "end": end}
     settings = {"source": "mc", "spam": spam, "online": online, "schedule": schedule, **training}
     chosen = replace(TASKS[task, scale], note="", **settings)
+    if dropout:
+        network, title = chosen.network | {"dropout": dropout}, f"{chosen.title}, {dropout:.0%} of the pixels dropped"
+        chosen = replace(chosen, network=network, title=title)
     methods = ("spam",) if removal is _LATE else ("spam", "map", "vd", "l0")
     return Recipe(
         name, f"Highest compression: {chosen.title}", "–", scale, (chosen,), methods=methods,
@@ -150,6 +159,7 @@ _RECIPES: dict[str, Callable[..., Recipe]] = {
     "small-gpt-imdb": partial(_language, "stands in for GPT-2 on IMDB"),
     "small-gpt-words": partial(_language, "–"),
     "record-300-100": partial(_record, "lenet-300-100", 68, 100),
+    "record-300-100-dropout": partial(_record, "lenet-300-100", 68, 100, dropout=0.2, epochs=45),
     "record-caffe": partial(_record, "lenet-caffe", 280, 400, removal=_EARLY),
     "record-lenet": partial(_record, "lenet-mnist", 100, removal=_LATE, temperature=3.0, epochs=45),
     "record-lenet-afterwards": _record_afterwards,
