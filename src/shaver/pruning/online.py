@@ -146,6 +146,7 @@ class Online(Schedule):
         minimum: Each parameter keeps at least this many weights.
         biases: Rank the biases together with the weights. Then ``sparsity`` is a share of both. At 99 % and more most
             of the biases can be removed too; otherwise they would be a third of what is left.
+        budget: With ``"auto"``: the largest expected rise of the loss at each update, see :func:`shaver.prune`.
     """
 
     takes_auto: ClassVar[bool] = True
@@ -154,10 +155,13 @@ class Online(Schedule):
     cap: float = 1.0
     minimum: int = 0
     biases: bool = False
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name("scope", self.scope, ("global", "layer"))
+        if self.budget is not None and not self.is_automatic:
+            raise ValueError(f'budget={self.budget!r} belongs to sparsity="auto"; this is sparsity={self.sparsity!r}.')
         if self.is_automatic and self.criterion not in (None, "opd"):
             raise ValueError(f'sparsity="auto" follows the evidence; leave out criterion={self.criterion!r}.')
 
@@ -303,8 +307,9 @@ class OnlinePruner:
     def _automatic(self, names: Iterable[str]) -> float:
         """The share of the named weights that automatic sparsity would remove now."""
         assert self._learner is not None
-        kept = weigh(self._model, self._learner.posterior, names).kept()
-        return Masks(kept).sparsity
+        assert isinstance(self.schedule, Online)
+        worth = weigh(self._model, self._learner.posterior, names)
+        return Masks(worth.kept(budget=self.schedule.budget)).sparsity
 
     def _updated(self) -> bool:
         """Whether δ was updated since the masks were."""
