@@ -135,8 +135,8 @@ def test_bad_arguments_leave_everything_as_it_is():
         ({"sparsity": 0.9, "start": 0.7, "end": 0.6}, "start < end"),
         ({"sparsity": 0.9, "schedule": "cubik"}, "did you mean 'cubic'"),
         ({"sparsity": 0.9, "scope": "2:4"}, "unknown scope"),
-        ({"sparsity": "auto", "criterion": "magnitude"}, "follows the evidence"),
-        ({"sparsity": 0.9, "budget": 0.1}, 'belongs to sparsity="auto"'),
+        ({"sparsity": "auto", "criterion": "magnitude"}, "the evidence decides"),
+        ({"sparsity": 0.9, "budget": 0.1}, 'needs sparsity="auto"'),
         ({"sparsity": "automatic"}, "the share of weights to remove"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -119,6 +119,20 @@ def test_the_evidence_decides_how_much_is_removed():
     assert sum(int((p == 0).sum()) for p in model.parameters() if p.ndim > 1) >= round(reached[-1] * 108)
 
 
+def test_the_evidence_leads_to_a_target():
+    """Until the end never more than the evidence allows or the target; at the end the target."""
+    spam = {"every": 3, "update": 6, "burn_in": 0.0, "freeze": 0.6}
+    free, low, high = (
+        fit(network(), batches(), epochs=10, spam=spam, online=Online(target, schedule="evidence", start=0.0, end=0.6))
+        for target in ("auto", 0.01, 0.95)
+    )
+    evidence = free.column("sparsity")
+    assert 1 / 108 < evidence[0] < 0.95
+    assert low.column("sparsity") == pytest.approx([round(0.01 * 108) / 108] * 10)
+    assert high.column("sparsity")[0] == evidence[0]
+    assert high.column("sparsity")[5:] == pytest.approx([0.95] * 5, abs=0.5 / 108)
+
+
 def test_without_a_learned_prior_the_evidence_removes_nothing():
     history = fit(network(), batches(), epochs=2, spam={"every": 3, "update": 500}, online=Online("auto"))
     assert history.column("sparsity") == [0.0, 0.0]

@@ -79,8 +79,8 @@ class Schedule:
 
     #: Default options of SpaM for this kind of pruning.
     spam_defaults: ClassVar[Mapping[str, str]] = {}
-    #: Whether ``sparsity`` may be ``"auto"``.
-    takes_auto: ClassVar[bool] = False
+    #: Names that ``schedule`` may have.
+    schedules: ClassVar[Iterable[str]] = tuple(SHAPES)
 
     sparsity: float | str
     _: KW_ONLY
@@ -93,7 +93,7 @@ class Schedule:
     calibration: Iterable[Any] | None = None
 
     def __post_init__(self) -> None:
-        if not (self.takes_auto and self.is_automatic):
+        if not (self.by_evidence and self.sparsity == "auto"):
             check_sparsity(self.sparsity)
         check_count("every", self.every)
         check_number("start", self.start)
@@ -103,7 +103,7 @@ class Schedule:
                 f"pruning runs from start to end with 0 ≤ start < end ≤ 1, not from {self.start} to {self.end}."
             )
         if not callable(self.schedule):
-            check_name("schedule", self.schedule, SHAPES)
+            check_name("schedule", self.schedule, self.schedules)
         if self.calibration is not None:
             object.__setattr__(self, "calibration", calibration_list(self.calibration))
         if self.criterion is not None and {"batches", "example"} & set(needs(self.criterion)):
@@ -113,9 +113,9 @@ class Schedule:
             )
 
     @property
-    def is_automatic(self) -> bool:
-        """Whether the evidence decides how much is removed."""
-        return isinstance(self.sparsity, str) and self.sparsity == "auto"
+    def by_evidence(self) -> bool:
+        """Whether the evidence decides how much is removed at each update, see :class:`Online`."""
+        return False
 
     def sparsity_at(self, progress: float) -> float:
         """The sparsity to reach after this share of training."""
@@ -137,8 +137,9 @@ class Online(Schedule):
 
     LeNet at 99 % sparsity is best if the masks are final at about 60 % of training.
 
-    With ``Online("auto")`` no target is needed: after each update of δ, the weights that ``prune(…, "auto")`` would
-    remove are removed. This needs SpaM and OPD; ``schedule`` has no effect.
+    With ``schedule="evidence"``, each update of δ is followed by the removal of as many weights as ``prune(…, "auto")``
+    would remove then, until the target is reached; what is missing at ``end`` is removed there. ``Online("auto")`` is
+    the same without a target. Both need SpaM and OPD.
 
     Attributes:
         scope: ``"global"`` or ``"layer"``.
@@ -146,10 +147,10 @@ class Online(Schedule):
         minimum: Each parameter keeps at least this many weights.
         biases: Rank the biases together with the weights. Then ``sparsity`` is a share of both. At 99 % and more most
             of the biases can be removed too; otherwise they would be a third of what is left.
-        budget: With ``"auto"``: the largest expected rise of the loss at each update, see :func:`shaver.prune`.
+        budget: By evidence: the largest expected rise of the loss at each update, see :func:`shaver.prune`.
     """
 
-    takes_auto: ClassVar[bool] = True
+    schedules: ClassVar[Iterable[str]] = (*SHAPES, "evidence")
     _: KW_ONLY
     scope: str = "global"
     cap: float = 1.0
@@ -160,10 +161,15 @@ class Online(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name("scope", self.scope, ("global", "layer"))
-        if self.budget is not None and not self.is_automatic:
-            raise ValueError(f'budget={self.budget!r} belongs to sparsity="auto"; this is sparsity={self.sparsity!r}.')
-        if self.is_automatic and self.criterion not in (None, "opd"):
-            raise ValueError(f'sparsity="auto" follows the evidence; leave out criterion={self.criterion!r}.')
+        if self.by_evidence and self.criterion not in (None, "opd"):
+            raise ValueError(f"the evidence decides what is removed: leave out criterion={self.criterion!r}.")
+        if self.budget is not None and not self.by_evidence:
+            raise ValueError(f'budget={self.budget!r} needs sparsity="auto" or schedule="evidence".')
+
+    @property
+    def by_evidence(self) -> bool:
+        """Whether the evidence decides how much is removed at each update."""
+        return self.sparsity == "auto" or self.schedule == "evidence"
 
     def selector(self, model: nn.Module) -> "WeightSelector":
         """A selector of single weights."""
@@ -237,8 +243,8 @@ class OnlinePruner:
         self.schedule = schedule
         self.kept: Mapping[str, Tensor] | None = None
         self._model, self._optimizer, self._learner = model, optimizer, learner
-        follows = learner is not None or schedule.is_automatic
-        self._criterion = schedule.criterion or ("opd" if follows else "magnitude")
+        has_evidence = learner is not None or schedule.by_evidence
+        self._criterion = schedule.criterion or ("opd" if has_evidence else "magnitude")
         self._waits = "posterior" in needs(self._criterion)
         if self._waits and learner is None:
             raise ValueError(
@@ -264,7 +270,11 @@ class OnlinePruner:
         if isinstance(self.schedule.sparsity, str):
             requested = final = self._automatic(scores)
         else:
-            requested, final = self.schedule.sparsity_at(progress), self.schedule.sparsity
+            requested = final = self.schedule.sparsity
+            if not self.schedule.by_evidence:
+                requested = self.schedule.sparsity_at(progress)
+            elif progress < self.schedule.end:
+                requested = min(final, self._automatic(scores))
         kept = self._selector.select(scores, requested, final, self.kept)
         before = 0.0 if self.masks is None else self.masks.sparsity
         reference = None if self.schedule.calibration is None else copy.deepcopy(self._model)
@@ -278,7 +288,7 @@ class OnlinePruner:
     def after_step(self, progress: float) -> None:
         """Call this after each step, with the share of training that has passed; prunes if it is due."""
         self._steps_since += 1
-        is_time = self._steps_since >= self.schedule.every and not self.schedule.is_automatic
+        is_time = self._steps_since >= self.schedule.every and not self.schedule.by_evidence
         due = is_time or progress >= self.schedule.end or self._updated()
         if progress > self.schedule.start and due:
             self._cut(progress)
@@ -317,7 +327,7 @@ class OnlinePruner:
 
     def _cut(self, progress: float) -> None:
         learner = self._learner
-        must_end = progress >= 1 and not self.schedule.is_automatic  # even if δ was never learned
+        must_end = progress >= 1 and self.schedule.sparsity != "auto"  # even if δ was never learned
         if self._reached or (self._waits and not must_end and learner is not None and not learner.updates):
             return
         posterior = learner.posterior if self._waits and learner is not None else None
