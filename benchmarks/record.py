@@ -47,7 +47,7 @@ METHODS = {
 }
 #: The same with dropout of the inputs.
 DROPPED = {
-    "spam": ("SpaM, input dropout", "#8c2d04", "o"),
+    "spam": ("SpaM, input dropout", "#7f0000", "o"),
     "map": ("gradual magnitude pruning, input dropout", "#053061", "s"),
     "vd": ("Sparse VD, input dropout", "#7a0177", "^"),
 }
@@ -154,10 +154,11 @@ def draw_errors(rows: list[Row], path: Path) -> None:
             axis.plot(*zip(*means, strict=True), color=colour, lw=1.2, alpha=0.7)
             for one in points:
                 axis.scatter(*zip(*one, strict=True), color=colour, marker=marker, s=26, alpha=0.75, label=label, lw=0)
-            if epochs > usual and groups[0][0]["method"] in ("spam", "vd"):
+            if epochs > usual and label in (METHODS["spam"][0], METHODS["vd"][0]):
+                below = label == METHODS["vd"][0]
                 axis.annotate(
-                    f"{epochs} epochs", means[0], (0, -9), textcoords="offset points", fontsize=7.5, color=colour,
-                    ha="center", va="center",
+                    f"{epochs} epochs", means[0], (0, -9) if below else (-6, 0), textcoords="offset points",
+                    fontsize=7.5, color=colour, ha="center" if below else "right", va="center",
                 )  # fmt: skip
         for name, times, error, offset in PUBLISHED.get(task, []):
             axis.scatter([total / times], [error], facecolor="white", edgecolor=INK, s=30, zorder=3, label=HOLLOW)
@@ -177,7 +178,7 @@ def draw_errors(rows: list[Row], path: Path) -> None:
 def _dress(axis: Axes, total: int, title: str) -> None:
     """Axes of one panel: the number of weights below, the compression above."""
     axis.set_xscale("log")
-    axis.margins(0.12, 0.12)
+    axis.margins(0.22, 0.12)
     low, high = axis.get_xlim()
     counts = _ticks((600, 800, 1500, 2000, 4000, 10_000, 3000, 30_000, 700), low, high)
     axis.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)

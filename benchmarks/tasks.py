@@ -54,7 +54,7 @@ class Task:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-_ADAM = {"optimizer": "adam", "lr": 1e-3}
+_ADAM = {"optimizer": "adam", "lr": 3e-3}
 _SCRATCH = {"optimizer": "adamw", "lr": 1e-3, "clip": 1.0}
 TASKS = {
     "digits": Task("digits_cnn", "digits", 40, 8, None, 64),
@@ -65,7 +65,7 @@ TASKS = {
     "ResNet-20/CIFAR-10": Task("resnet20", "cifar10", 10, 2, 10_000),
     "ResNet-18/CIFAR-10": Task("resnet18", "cifar10", 10, 1, 10_000, arguments={"planes": 16}),
     "WRN-16-2/CIFAR-10": Task("wrn16", "cifar10", 10, 1, 10_000, arguments={"widen": 2}),
-    "ViT/MNIST": Task("vit", "mnist", 10, 2, 60_000, 128, _ADAM),
+    "ViT/MNIST": Task("vit", "mnist", 10, 2, 60_000, 128, _ADAM),  # 0.003 is better than 0.001 for MAP too
     "GPT/IMDB": Task("gpt", "imdb", 4, 3, 3_000, 32, _SCRATCH),
     "BERT/IMDB": Task("bert", "imdb", 4, 3, 3_000, 32, _SCRATCH),
 }
@@ -113,7 +113,7 @@ def load(task: Task, seed: int, split: str) -> tuple[shaver.data.InMemory, shave
         order = torch.randperm(len(texts.train), generator=draw)
         chosen = [order[: task.images], order[-2_000:]]
         if split == "test":
-            chosen[1] = torch.randperm(25_000, generator=draw)[:2_000]
+            chosen[1] = torch.randperm(25_000, generator=draw)[:10_000]
         parts = [texts.train, texts.train if split == "valid" else texts.test]
         lists = [[of.texts[i].replace("<br />", " ") for i in index] for of, index in zip(parts, chosen, strict=True)]
         counts = Counter(w for text in lists[0] for w in re.findall("[a-z']+", text.lower()))
