@@ -240,7 +240,7 @@ def main() -> None:
         print(row, flush=True)
         is_new = not asked.out.exists()
         with asked.out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, row)
+            writer = csv.DictWriter(file, row, lineterminator="\n")
             if is_new:
                 writer.writeheader()
             writer.writerow(row)
