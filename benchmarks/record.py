@@ -178,7 +178,7 @@ def draw_errors(rows: list[Row], path: Path) -> None:
 def _dress(axis: Axes, total: int, title: str) -> None:
     """Axes of one panel: the number of weights below, the compression above."""
     axis.set_xscale("log")
-    axis.margins(0.22, 0.12)
+    axis.margins(0.27, 0.12)
     low, high = axis.get_xlim()
     counts = _ticks((600, 800, 1500, 2000, 4000, 10_000, 3000, 30_000, 700), low, high)
     axis.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
