@@ -38,7 +38,7 @@ class Settings:
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see
-            :meth:`share`. Embedding tables do not move, and online they train under ``initial_precision``.
+            :meth:`share`. Embedding tables do not move.
         proximal: Apply the prior as a proximal step after the optimizer's step; this is stable for every δ. False
             adds δθ/N to the gradient, as in the paper.
         frequency: By epochs: epochs between updates of δ.

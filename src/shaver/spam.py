@@ -500,16 +500,11 @@ class SpaM:
         self._made_of = []
 
     def delta_by_parameter(self) -> dict[Tensor, Tensor]:
-        """The precision under which each parameter trains, computed again when the prior's values have been replaced.
-
-        It is δ, or the initial precision for debiased weights and, online, for embedding tables.
-        """
+        """δ of each parameter, computed again when the prior's values have been replaced."""
         values = [factor.values for factor in self.prior.factors]
         if len(values) != len(self._made_of) or any(a is not b for a, b in zip(values, self._made_of, strict=True)):
             found: dict[Tensor, Tensor] = {p: self.prior.delta_of(name) for name, p in self.theta.items()}
-            tables = embeddings_of(self.model) if self.online is not None else set()
-            for p, delta in found.items():
-                if self._is_debiased or p in tables:
-                    found[p] = delta.new_full((), self.settings.initial_precision)
+            if self._is_debiased:
+                found = {p: torch.full_like(delta, self.settings.initial_precision) for p, delta in found.items()}
             self._made_of, self._delta = values, found
         return self._delta

@@ -139,10 +139,10 @@ def shrink(
 
 
 def embeddings_of(model: nn.Module) -> set[Tensor]:
-    """Embedding tables, which a δ that is learned online would harm.
+    """Embedding tables, which :func:`shrink` would harm.
 
     The curvature of a word is measured only in batches that contain it, so its δ rises and falls. Each rise would
-    shrink the word's weights, and no fall would restore them. Nor would it help: embeddings are not pruned.
+    shrink the word's weights, and no fall would restore them.
     """
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     return {parameter for table in tables for parameter in table.parameters(recurse=False)}

@@ -266,21 +266,6 @@ def test_an_update_does_not_move_an_embedding_table(kind: type[nn.Module]):
     assert spam.prior.delta()["0.weight"].std() > 0
 
 
-def test_an_embedding_table_trains_under_the_initial_precision():
-    """A row whose word is in no batch is pulled by the initial precision alone, whatever δ is learned meanwhile."""
-    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(8, 3))
-    spam = SpaM(model, N, source="ef", every=1, update=1, burn_in=0, initial_precision=7.0, temperature=1.0)
-    start, optimizer, lr = weights(model)["0.weight"], sgd(model, 0.1), 0.1
-    for seed in range(6):
-        words = torch.randint(49, (16, 2), generator=torch.Generator().manual_seed(seed))
-        train(model, spam, optimizer, [(words, words[:, 0] % 3)])
-    momentum = optimizer.param_groups[0]["momentum"]
-    factor = 1 / (1 + lr / (1 - momentum) * 7.0 / N)
-    torch.testing.assert_close(weights(model)["0.weight"][49], start[49] * factor**6)
-    assert spam.updates == 6
-    assert float(spam.prior.delta()["0.weight"][:49].std()) > 0
-
-
 @pytest.mark.parametrize("method", ["fixed_point", "gradient"])
 @pytest.mark.parametrize("source", ["ef", "mc"])
 @pytest.mark.parametrize("prior", PRIORS)
