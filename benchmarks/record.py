@@ -151,14 +151,14 @@ def draw_errors(rows: list[Row], path: Path) -> None:
             groups = [group for key, group in grouped(mine).items() if key[1] == label and int(key[3]) == epochs]
             points = [[(int(row["nonzeros"]), float(row["error"])) for row in group] for group in groups]
             means = sorted(tuple(statistics.mean(values) for values in zip(*one, strict=True)) for one in points)
-            axis.plot(*zip(*means, strict=True), color=colour, lw=1.2, alpha=0.7)
+            if len(means) > 1:
+                axis.plot(*zip(*means, strict=True), color=colour, lw=1.2, alpha=0.7)
             for one in points:
                 axis.scatter(*zip(*one, strict=True), color=colour, marker=marker, s=26, alpha=0.75, label=label, lw=0)
             if epochs > usual and label in (METHODS["spam"][0], METHODS["vd"][0]):
-                below = label == METHODS["vd"][0]
                 axis.annotate(
-                    f"{epochs} epochs", means[0], (0, -9) if below else (-6, 0), textcoords="offset points",
-                    fontsize=7.5, color=colour, ha="center" if below else "right", va="center",
+                    f"{epochs} epochs", means[0], (-5, -3), textcoords="offset points", fontsize=7.5, color=colour,
+                    ha="right", va="center",
                 )  # fmt: skip
         for name, times, error, offset in PUBLISHED.get(task, []):
             axis.scatter([total / times], [error], facecolor="white", edgecolor=INK, s=30, zorder=3, label=HOLLOW)
@@ -178,7 +178,7 @@ def draw_errors(rows: list[Row], path: Path) -> None:
 def _dress(axis: Axes, total: int, title: str) -> None:
     """Axes of one panel: the number of weights below, the compression above."""
     axis.set_xscale("log")
-    axis.margins(0.27, 0.12)
+    axis.margins(0.3, 0.12)
     low, high = axis.get_xlim()
     counts = _ticks((600, 800, 1500, 2000, 4000, 10_000, 3000, 30_000, 700), low, high)
     axis.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
@@ -274,7 +274,8 @@ def _draw_edges(axis: Axes, weight: Tensor, start: Tensor, end: Tensor, bend: fl
 def _save(figure: Any, path: Path) -> None:
     """Write an SVG file with coordinates of two decimals, which halves its size."""
     figure.savefig(path, metadata={"Date": None})
-    path.write_text(re.sub(r"(\d+\.\d\d)\d+", r"\1", path.read_text(encoding="utf-8")), encoding="utf-8")
+    # numbers below 1 keep their decimals: the glyphs are scaled by 0.015625
+    path.write_text(re.sub(r"([1-9]\d*\.\d\d)\d+", r"\1", path.read_text(encoding="utf-8")), encoding="utf-8")
     pyplot.close(figure)
 
 
