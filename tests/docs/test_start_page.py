@@ -58,5 +58,5 @@ def test_pruning_after_spam_costs_less_than_after_map(printed):
         [float(n) for n in re.findall(r"accuracy ([\d.]+)% before, ([\d.]+)% after", real)[0]]
         for real, _ in printed[2:4]
     )
-    assert spam_before - spam_after < 3
-    assert map_before - map_after > 10
+    # how much SpaM loses varies by points with the processor; what MAP loses is far more
+    assert map_before - map_after > spam_before - spam_after + 10

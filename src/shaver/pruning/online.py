@@ -38,6 +38,11 @@ def cubic(progress: float) -> float:
 SHAPES: dict[str, Shape] = {"linear": linear, "cubic": cubic}
 
 
+def _is(given: object, name: str) -> bool:
+    """Whether a name was given; an array would be compared element by element."""
+    return isinstance(given, str) and given == name
+
+
 class Selector(Protocol):
     """Chooses the weights or units of a network to keep. A selection is one boolean tensor per parameter or group."""
 
@@ -93,7 +98,7 @@ class Schedule:
     calibration: Iterable[Any] | None = None
 
     def __post_init__(self) -> None:
-        if not (self.by_evidence and self.sparsity == "auto"):
+        if not (self.by_evidence and _is(self.sparsity, "auto")):
             check_sparsity(self.sparsity)
         check_count("every", self.every)
         check_number("start", self.start)
@@ -169,7 +174,7 @@ class Online(Schedule):
     @property
     def by_evidence(self) -> bool:
         """Whether the evidence decides how much is removed at each update."""
-        return self.sparsity == "auto" or self.schedule == "evidence"
+        return _is(self.sparsity, "auto") or _is(self.schedule, "evidence")
 
     def selector(self, model: nn.Module) -> "WeightSelector":
         """A selector of single weights."""
