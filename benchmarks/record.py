@@ -50,6 +50,7 @@ DROPPED = {
     "spam": ("SpaM, input dropout", "#7f0000", "o"),
     "map": ("gradual magnitude pruning, input dropout", "#053061", "s"),
     "vd": ("Sparse VD, input dropout", "#7a0177", "^"),
+    "l0": ("L0 gates, input dropout", "#08519c", "v"),
 }
 #: Network → method, compression and error as their papers have them, and where in the figure its name stands in points.
 #: Biases and epochs are counted differently there.

@@ -95,7 +95,10 @@ def main() -> None:
     parser.add_argument("--method", choices=["spam", "map"], default="spam", help="map is gradual magnitude pruning")
     parser.add_argument("--dropout", type=float, default=0.0, help="share of the pixels that each step drops")
     parser.add_argument(
-        "--times", type=float, default=281, help="the compression, all weights ÷ kept ones; slightly more than 280"
+        "--times",
+        type=float,
+        default=281,
+        help="all weights ÷ kept ones; the default leaves room for rounding above 280",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--held-out", action="store_true", help="train on 50,000 images and judge the other 10,000")
@@ -123,7 +126,7 @@ def main() -> None:
         total = sum(p.numel() for p in model.parameters())
         earlier = load_state(place / "pruned.safetensors")["seconds"] if was_pruned else 0.0
         row = {
-            "task": "lenet-caffe", "method": given.method, "dropout": given.dropout, "epochs": sum(EPOCHS),
+            "task": "lenet-caffe", "method": given.method, "dropout": f"{given.dropout:g}", "epochs": sum(EPOCHS),
             "seed": seed, "parameters": total, "nonzeros": left.kept,
             "biases": sum(int((p != 0).sum()) for p in small.parameters() if p.ndim == 1),
             "compression": round(total / left.kept, 1), "error": error, "file": bytes_on_disk(small),

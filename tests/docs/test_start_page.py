@@ -59,4 +59,4 @@ def test_pruning_after_spam_costs_less_than_after_map(printed):
         for real, _ in printed[2:4]
     )
     # how much SpaM loses varies by points with the processor; what MAP loses is far more
-    assert map_before - map_after > spam_before - spam_after + 10
+    assert map_before - map_after > 10 + max(0, spam_before - spam_after)
