@@ -29,6 +29,7 @@ from shaver.selection import Selection
 from shaver.settings import Settings, fitting_temperature, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import (
+    Factors,
     add_prior_gradient,
     apply_prior,
     check_optimizers,
@@ -123,6 +124,7 @@ class SpaM:
         self._checked: set[tuple[int, ...]] = set()
         self._made_of: list[Tensor] = []
         self._delta: dict[Tensor, Tensor] = {}
+        self._factors = Factors()
         self._has_warned = self._is_debiased = False
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
@@ -252,7 +254,7 @@ class SpaM:
     def after_step(self, optimizer: Optimizer, strength: float) -> None:
         """Take the prior's proximal step, if the prior is not part of the objective."""
         if not self.in_objective(optimizer):
-            apply_prior(optimizer, self.delta_by_parameter(), strength, self.scale_free.by_parameter)
+            apply_prior(optimizer, self.delta_by_parameter(), strength, self.scale_free.by_parameter, self._factors)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Check each set of optimizers once."""
@@ -441,6 +443,7 @@ class SpaM:
         self._held = held_parameters(self.theta, self.ranks)
         added = {name: p for name, p in self.theta.items() if name not in self.prior.names}
         self.prior = self.prior.select(kept, added, self.settings.initial_precision)
+        self._factors = Factors()
         self._made_of = []  # forces δ per parameter to be computed again
         if self.online is not None:
             self.online.select(kept)

@@ -24,6 +24,8 @@ VANISHED = 1e-30
 #: this share in a step of an optimizer that divides by the size of the gradients. Without these limits, the prior
 #: erases a transformer before it has learned anything; see the page on defaults.
 LONGEST_UPDATE, LONGEST_STEP = 0.1, 0.01
+#: Relative change of the learning rate below which the prior's step uses the factors of an earlier step.
+SAME = 0.01
 _ONE = torch.ones((), device="cpu")
 
 
@@ -48,12 +50,31 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Iterable[Tenso
         )
 
 
+class Factors:
+    """1/(1 + cδ) of small weights. It is kept while δ stays the same and c, which follows the learning rate, nearly so.
+
+    Keeping it saves most of the time of the prior's step, because δ changes only every few steps.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Tensor, tuple[Tensor, int, float, Tensor]] = {}
+
+    def of(self, weight: Tensor, precision: Tensor, c: float) -> Tensor:
+        """The factor; c is within :data:`SAME` of the one given."""
+        kept = self._kept.get(weight)
+        if kept is None or kept[0] is not precision or kept[1] != precision._version or abs(kept[2] - c) > SAME * c:
+            kept = precision, precision._version, c, _proximal(torch.add(_ONE, precision, alpha=c))
+            self._kept[weight] = kept
+        return kept[3]
+
+
 @torch.no_grad()
 def apply_prior(
     optimizer: Optimizer,
     delta: Mapping[Tensor, Tensor],
     strength: float,
     scale_free: Mapping[Tensor, int] | None = None,
+    factors: Factors | None = None,
 ) -> None:
     """θ ← θ / (1 + η · strength · δ) after the optimizer's step: the proximal step for ½ · strength · θᵀδθ.
 
@@ -66,17 +87,18 @@ def apply_prior(
         delta: Parameter → precision, broadcastable. Parameters without a precision do not change.
         strength: Factor of the prior in the minimised loss: 1/N for a mean over N samples.
         scale_free: Parameter → number of groups of rows whose norm is kept; see :mod:`shaver.invariance`.
+        factors: The factors of earlier steps, which may be used again.
     """
-    scale_free = scale_free or {}
+    scale_free, factors = scale_free or {}, Factors() if factors is None else factors
     for group in optimizer.param_groups:
-        together: list[tuple[Tensor, Tensor]] = []  # small weights that share one step size, and their precisions
+        together: list[tuple[Tensor, Tensor]] = []  # small weights that share one step size, and their factors
         for weight in group["params"]:
             precision = delta.get(weight) if weight.grad is not None else None
             if precision is None:
                 continue
             own = local(weight)
             if isinstance(optimizer, SGD) and own.numel() <= PIECE and weight not in scale_free:
-                together.append((own, precision))
+                together.append((own, factors.of(weight, precision, _shared_step(group) * strength)))
                 continue
             with kept_norms([weight], scale_free) if weight in scale_free else nullcontext():
                 precision = precision.expand_as(own)
@@ -91,14 +113,8 @@ def apply_prior(
                             part.mul_(factor)
                     else:
                         part.mul_(_proximal(torch.add(_ONE, count, alpha=step * strength)))
-        for start in range(0, len(together), 16):  # few calls, but no temporary as large as the network
-            weights, precisions = zip(*together[start : start + 16], strict=True)
-            factors = torch._foreach_mul(precisions, _shared_step(group) * strength)
-            torch._foreach_add_(factors, 1.0)
-            torch._foreach_reciprocal_(factors)
-            for factor in factors:
-                torch.threshold_(factor, NEGLIGIBLE, 0.0)
-            torch._foreach_mul_(weights, factors)
+        if together:
+            torch._foreach_mul_(*map(list, zip(*together, strict=True)))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import shaver
 from shaver.curvature import blocks
-from shaver.stepping import add_prior_gradient, apply_prior, effective_step, take_step, unscale
+from shaver.stepping import Factors, add_prior_gradient, apply_prior, effective_step, take_step, unscale
 
 Make = Callable[[list[Tensor]], Optimizer]
 
@@ -161,6 +161,29 @@ def test_repeated_it_finds_the_penalised_optimum(delta: float):
             assert not p.detach().any()
     if delta < 1e5:
         torch.testing.assert_close(p.detach(), -gradient / (strength * delta), rtol=1e-9, atol=0.0)
+
+
+def test_factors_of_earlier_steps_are_used_only_while_delta_and_the_learning_rate_stay():
+    p, delta, factors = weight(1.0, -2.0), torch.tensor([3.0, 50.0], dtype=torch.float64), Factors()
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    p.grad = torch.zeros_like(p)
+
+    def factor_after(lr: float, precision: Tensor) -> Tensor:
+        before = p.detach().clone()
+        optimizer.param_groups[0]["lr"] = lr
+        apply_prior(optimizer, {p: precision}, 0.1, factors=factors)
+        return p.detach() / before
+
+    def exact(lr: float, precision: Tensor) -> Tensor:
+        return 1 / (1 + lr * 0.1 * precision)
+
+    torch.testing.assert_close(factor_after(0.5, delta), exact(0.5, delta))
+    torch.testing.assert_close(factor_after(0.501, delta), exact(0.5, delta))  # nearly the same: not computed again
+    torch.testing.assert_close(factor_after(0.51, delta), exact(0.51, delta))
+    torch.testing.assert_close(factor_after(0.0, delta), torch.ones_like(delta))
+    other = delta.clone()
+    torch.testing.assert_close(factor_after(0.5, other.mul_(2)), exact(0.5, 2 * delta))
+    torch.testing.assert_close(factor_after(0.5, other.mul_(2)), exact(0.5, 4 * delta))  # changed in place
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
