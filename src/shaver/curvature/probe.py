@@ -59,9 +59,10 @@ class Reference:
 class RuleProbe:
     """A few samples of a batch, passed through the model at randomly perturbed weights.
 
-    The weights are copies; the model does not change. They are perturbed because at special weights, such as a
-    zero-initialised head, all gradients before the head vanish and a wrong rule would pass the check. Samples that are
-    all equal or zero are perturbed for the same reason.
+    The model does not change. Weights are perturbed, as copies, because at special weights, such as a zero-initialised
+    head, all gradients before the head vanish and a wrong rule would pass the check. Large weights are special only if
+    many of their values are equal or nearly zero; the others are used as they are, because copies would need as much
+    memory as the model. Samples that are all equal or zero are perturbed too.
     """
 
     def __init__(
@@ -321,6 +322,18 @@ def _varied(samples: Samples, batch: Any) -> Any:
 
 
 def _perturbed(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-    scale = 0.1 * parameter.detach().square().mean().sqrt() + 0.02
-    return (parameter.detach() + scale * noise).requires_grad_()
+    """A leaf with a perturbed copy of the values, or with the parameter's own values if it is large and not special."""
+    values = parameter.detach()
+    if values.numel() > _SMALL and not _is_special(values):
+        return values.requires_grad_()
+    noise = torch.randn(values.shape, generator=generator).to(values)
+    scale = 0.1 * values.square().mean().sqrt() + 0.02
+    return (values + scale * noise).requires_grad_()
+
+
+def _is_special(values: Tensor) -> bool:
+    """Whether many values of a large weight are equal or nearly zero, judged by about a thousand of them."""
+    some = values.reshape(-1)[:: values.numel() // 1000]
+    most_common = int(some.unique(return_counts=True)[1].max())
+    nearly_zero = int((some.abs() < 1e-4).sum())
+    return most_common > 0.1 * len(some) or nearly_zero > 0.25 * len(some)
