@@ -79,7 +79,7 @@ def table() -> str:
 
 # The measurement ---------------------------------------------------------------------------------------------------
 
-WIDTH, DEPTH, BATCH, EVERY, UPDATE, STEPS = 1024, 8, 16, 2, 4, 8
+WIDTH, DEPTH, BATCH, EVERY, UPDATE, STEPS = 2048, 8, 16, 2, 4, 8
 
 
 class Traffic:

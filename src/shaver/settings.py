@@ -32,9 +32,9 @@ class Settings:
         decay: Online: decay of the moving average of H, per curvature measurement.
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
-        burn_in: Share of ``total_steps`` before the first update of δ. Without ``total_steps``, the first update waits
-            until the drop in mean loss is smaller than the variation between batches; 0 begins at once. By epochs:
-            number of epochs.
+        burn_in: When the first update of δ may come. Default: once the drop in mean loss is smaller than the variation
+            between batches, and after a quarter of ``total_steps`` at the latest. A number is a share of
+            ``total_steps``; 0 begins at once. By epochs: number of epochs, by default none.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see
@@ -56,7 +56,7 @@ class Settings:
     every: int | None = None
     decay: float = 0.95
     update: int | None = None
-    burn_in: float = 0.1
+    burn_in: float | None = None
     freeze: float = 0.7
     shrink: float = 0.75
     proximal: bool = True
@@ -78,7 +78,8 @@ class Settings:
                 check_count(name, getattr(self, name))
         check_flags(online=self.online, proximal=self.proximal)
         for name, most in (("shrink", 1), ("freeze", 1), ("decay", 1), ("burn_in", math.inf)):
-            check_number(name, getattr(self, name), least=0, most=most)
+            if getattr(self, name) is not None or name != "burn_in":
+                check_number(name, getattr(self, name), least=0, most=most)
         if self.decay == 1:
             raise ValueError(f"decay must be below 1, not {self.decay!r}: the average would never change.")
         for name in ("temperature", "initial_precision"):
@@ -87,7 +88,7 @@ class Settings:
         low, high = (check_number(f"bounds[{i}]", bound) for i, bound in enumerate(self.bounds))
         if not low < high:
             raise ValueError(f"bounds are the lowest and the highest log δ, not {self.bounds!r}.")
-        if self.online and not 0 <= self.burn_in < self.freeze <= 1:
+        if self.online and not 0 <= (self.burn_in or 0.0) < self.freeze <= 1:
             raise ValueError(
                 "online, burn_in and freeze are shares of total_steps, 0 ≤ burn_in < freeze ≤ 1, not "
                 f"{self.burn_in!r} and {self.freeze!r}."
@@ -119,11 +120,11 @@ def fitting_temperature(weights: int, data_size: int) -> float:
 FINE_TUNING = Settings(shrink=0.0, proximal=False, temperature=1.0)
 
 #: For Kronecker curvature, which is learned by epochs.
-KRONECKER = Settings(online=False, source="ggn", burn_in=0, shrink=0.0, temperature=1.0)
+KRONECKER = Settings(online=False, source="ggn", shrink=0.0, temperature=1.0)
 
 #: The paper's algorithm: GGN after every epoch, 100 Adam steps on log δ, the prior as a gradient.
 PAPER = Settings(
-    source="ggn", online=False, burn_in=0, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean",
+    source="ggn", online=False, freeze=1.0, shrink=0.0, proximal=False, method="gradient", loss="mean",
     temperature=1.0,
 )  # fmt: skip
 

@@ -11,6 +11,8 @@ from shaver.watch import Watch
 IDLE = 4
 #: Updates of δ that a short training should have.
 UPDATES = 40
+#: Share of a training by which the loss usually has settled, and by which learning δ begins even if it has not.
+USUALLY, LATEST = 0.1, 0.25
 
 
 class Timetable:
@@ -47,10 +49,15 @@ class Timetable:
 
     @property
     def has_begun(self) -> bool:
-        """Whether δ may be learned: after the burn-in or, if the length is unknown, once the loss has settled."""
-        if self.total_steps is not None:
-            return self.steps > self._settings.burn_in * self.total_steps
-        return not self._settings.burn_in or self._watch.has_settled or not self._watch.is_told
+        """Whether δ may be learned: after the burn-in, or once the loss has settled."""
+        total, share, watch = self.total_steps, self._settings.burn_in, self._watch
+        if share == 0:
+            return True
+        if total is None:
+            return watch.has_settled or not watch.is_told
+        if share is not None:
+            return self.steps > share * total
+        return watch.has_settled or self.steps > min(LATEST, self._settings.freeze / 2) * total
 
     @property
     def is_due(self) -> bool:
@@ -60,7 +67,7 @@ class Timetable:
     @property
     def is_epoch_due(self) -> bool:
         """By epochs: whether δ is updated after this epoch. ``burn_in`` and ``frequency`` count epochs."""
-        after = self.epochs - int(self._settings.burn_in) - 1
+        after = self.epochs - int(self._settings.burn_in or 0) - 1
         return after >= 0 and not after % self._settings.frequency and not self.is_frozen
 
     def skips(self) -> bool:
@@ -75,7 +82,8 @@ class Timetable:
         if self.total_steps is None:
             return self.every * (IDLE if self.is_frozen else 1)
         reach = self.every / (1 - self._settings.decay)  # as far back as the average of H reaches
-        is_near = self.steps >= self._settings.burn_in * self.total_steps - reach and not self.is_frozen
+        begins = (self._settings.burn_in or 0.0) * self.total_steps
+        is_near = self.steps >= begins - reach and not self.is_frozen
         is_last = self.total_steps - 2 * reach <= self.steps < self.total_steps
         return self.every * (1 if is_near or is_last else IDLE**2 if self.steps < self.total_steps else IDLE)
 
@@ -98,16 +106,14 @@ def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True
             network with the unit prior one point of accuracy.
     """
     update = settings.update or USUAL
+    begins = min(USUALLY, settings.freeze / 2) if settings.burn_in is None else settings.burn_in
     if settings.update is None and total_steps is not None:
-        span = (settings.freeze - settings.burn_in) * total_steps
+        span = (settings.freeze - begins) * total_steps
         shortest = max(int(span / UPDATES), min(5, int(span / 5)), 1) if per_weight else max(int(span / 5), 1)
         update = min(update, shortest)
-    if (
-        total_steps is not None
-        and int(settings.freeze * total_steps / update) * update <= settings.burn_in * total_steps
-    ):
+    if total_steps is not None and int(settings.freeze * total_steps / update) * update <= begins * total_steps:
         warnings.warn(
-            f"δ will not be updated in {total_steps} steps with update={update}, burn_in={settings.burn_in:g} and "
+            f"δ will not be updated in {total_steps} steps with update={update}, burn_in={begins:g} and "
             f"freeze={settings.freeze:g}, so SpaM has no effect; leave update= out, or train longer.",
             stacklevel=4,
         )

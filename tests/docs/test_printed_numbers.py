@@ -9,7 +9,7 @@ import shaver
 from shaver.pruning import Online
 from shaver.repairing.repaired import DAMPING
 from shaver.settings import Settings
-from shaver.timetable import IDLE, pace
+from shaver.timetable import IDLE, LATEST, pace
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,12 +28,11 @@ def found(pattern: str, page: str) -> list[float]:
 def test_the_guide_to_training_names_the_defaults():
     page = "docs/guides/training.md"
     defaults = Settings()
-    fixed, settled, freeze = found(
-        r"first (\d+) % of the steps \(`burn_in`\) and the last (\d+) % \(`freeze=([\d.]+)`\)", page
+    latest, settled, freeze = found(
+        r"after (\d+) % of the steps at the latest, and δ stays fixed during the last (\d+) % \(`freeze=([\d.]+)`\)",
+        page,
     )
-    assert (fixed / 100, 1 - settled / 100, freeze) == pytest.approx(
-        (defaults.burn_in, defaults.freeze, defaults.freeze)
-    )
+    assert (latest / 100, 1 - settled / 100, freeze) == pytest.approx((LATEST, defaults.freeze, defaults.freeze))
     every, update, rarely, unknown = found(
         r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). While δ is fixed, it measures "
         r"on every (\d+)th step, or on every (\d+)th if",

@@ -147,6 +147,21 @@ def test_delta_is_learned_between_burn_in_and_freeze():
     assert updates(48, 48, burn_in=0.25, freeze=0.5) == [16, 20, 24], "after step 12 and until step 24"
     assert updates(50, 50, burn_in=0.0, freeze=1.0) == list(range(4, 51, 4))
     assert updates(None, 14) == [4, 8, 12], "without total_steps there is neither"
+    assert updates(50, 50) == list(range(4, 36, 4)), "the loss has settled: from the first step to 70 %"
+
+
+def test_with_a_length_the_first_update_waits_for_the_loss_to_settle_but_not_for_long():
+    """One batch again and again: its loss only falls, and never by less than its noise, which is none."""
+    model, (batch, *_) = mlp(), split(blobs(), 8)
+    spam, optimizer = SpaM(model, N, total_steps=80, every=1, update=4), sgd(model, 1e-3)
+    for _ in range(20):
+        train(model, spam, optimizer, [batch])
+    assert spam.steps == 20
+    assert not spam.updates, "a quarter of the training is over only now"
+    for _ in range(8):
+        train(model, spam, optimizer, [batch])
+    assert spam.updates == 2
+    assert not spam.watch.has_settled
 
 
 def test_without_a_length_the_first_update_waits_for_the_loss_to_settle():
@@ -438,7 +453,7 @@ def test_debiased_weights_train_under_the_initial_precision_and_are_not_shrunk()
 def test_curvature_is_measured_often_only_where_it_is_needed():
     """Near and during the updates of δ and at the end. The average reaches back 2 / (1 − 0.9) = 20 steps."""
     model = mlp()
-    spam = SpaM(model, N, total_steps=600, every=2, update=10, decay=0.9)
+    spam = SpaM(model, N, total_steps=600, every=2, update=10, decay=0.9, burn_in=0.1)
     batch, optimizer, measured = split(blobs())[0], sgd(model), []
     for step in range(700):
         before = spam.online.measurements

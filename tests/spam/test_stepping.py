@@ -339,7 +339,7 @@ def test_weights_without_gradient_end_at_zero_and_not_among_subnormal_numbers():
     """Half of a weight at each step is subnormal after 126 of them, where a processor is many times slower."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    spam = shaver.SpaM(model, 10, initial_precision=100.0, total_steps=1000)
+    spam = shaver.SpaM(model, 10, initial_precision=100.0, total_steps=1000, burn_in=0.5)
     for _ in range(150):
         optimizer.zero_grad()
         F.cross_entropy(model(torch.zeros(4, 3)), torch.tensor([0, 1, 0, 1])).backward()

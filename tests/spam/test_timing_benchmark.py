@@ -19,6 +19,14 @@ def test_the_benchmark_times_every_kind_of_step(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # it would stay for the other tests
     monkeypatch.setitem(benchmark.TIMED, "lenet", ((1, 28, 28), 8, 1))
     found = benchmark.timing("lenet")
-    kinds = ["passes", "measured passes", "SpaM step", "measured step", "MAP step", "update"]
+    kinds = [
+        "passes",
+        "measured passes",
+        "SpaM step",
+        "SpaM step after an update",
+        "measured step",
+        "MAP step",
+        "update",
+    ]
     assert found.keys() == {"ratio", *(f"{kind}, ms" for kind in kinds)}
     assert found["ratio"] > 0
