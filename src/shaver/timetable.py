@@ -4,15 +4,18 @@ import warnings
 from typing import Any
 
 from shaver.settings import USUAL, Settings
-from shaver.watch import Watch
+from shaver.watch import WINDOW, Watch
 
 #: Steps between curvature measurements are multiplied by this while δ is frozen. If the number of steps is known, they
 #: are multiplied by its square while neither an update of δ nor the end of training is near.
 IDLE = 4
 #: Updates of δ that a short training should have.
 UPDATES = 40
-#: Share of a training by which the loss usually has settled, and by which learning δ begins even if it has not.
-USUALLY, LATEST = 0.1, 0.25
+#: Share of a training after which the loss usually has settled.
+USUALLY = 0.1
+#: When δ is learned even if the loss has not settled: after this share of the time before the freeze or, if the length
+#: is unknown, after this many measured losses. The loss of weights that were trained before may not fall at all.
+LATEST, PATIENCE = 0.7, 100
 
 
 class Timetable:
@@ -54,10 +57,13 @@ class Timetable:
         if share == 0:
             return True
         if total is None:
-            return watch.has_settled or not watch.is_told
+            return watch.has_settled or not 0 < watch.recorded < PATIENCE
         if share is not None:
             return self.steps > share * total
-        return watch.has_settled or self.steps > min(LATEST, self._settings.freeze / 2) * total
+        latest = LATEST * self._settings.freeze * total
+        if latest < 2 * WINDOW * self.every:  # too short to tell whether the loss has settled
+            latest = _usual_start(self._settings) * total
+        return watch.has_settled or self.steps > latest
 
     @property
     def is_due(self) -> bool:
@@ -106,7 +112,7 @@ def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True
             network with the unit prior one point of accuracy.
     """
     update = settings.update or USUAL
-    begins = min(USUALLY, settings.freeze / 2) if settings.burn_in is None else settings.burn_in
+    begins = _usual_start(settings) if settings.burn_in is None else settings.burn_in
     if settings.update is None and total_steps is not None:
         span = (settings.freeze - begins) * total_steps
         shortest = max(int(span / UPDATES), min(5, int(span / 5)), 1) if per_weight else max(int(span / 5), 1)
@@ -118,3 +124,8 @@ def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True
             stacklevel=4,
         )
     return settings.every or max(1, min(15 if per_weight else 10, update // 3)), update
+
+
+def _usual_start(settings: Settings) -> float:
+    """The share of a training after which δ is usually learned."""
+    return min(USUALLY, settings.freeze / 2)

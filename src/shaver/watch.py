@@ -14,7 +14,8 @@ from shaver.priors import Prior
 
 #: Measured losses per window. Two windows are compared.
 WINDOW = 5
-#: A rise counts if it exceeds this many standard errors and this share of the loss.
+#: A rise counts if it exceeds this many standard errors and this share of the loss; so does the fall before δ is
+#: learned, for the share.
 ERRORS, SHARE = 4.0, 0.1
 #: The evidence counts as falling after this many falls in a row that add up to this many nats per sample.
 FALLS, NATS = 5, 0.05
@@ -29,8 +30,9 @@ class Watch:
         data_size: Number of training samples.
 
     Attributes:
-        has_settled: Whether δ may be learned: the drop in mean loss is smaller than the variation between batches.
-        is_told: Whether any loss has been recorded.
+        has_settled: Whether δ may be learned: the loss has fallen by a tenth and by more than the variation between
+            batches, and now falls by less than that from one window to the next.
+        recorded: Number of losses so far.
         skipped: Updates of δ that are still to be skipped.
         signs: How often the loss or the evidence became worse.
     """
@@ -38,21 +40,25 @@ class Watch:
     def __init__(self, data_size: int) -> None:
         self._data_size = data_size
         self._losses: list[float] = []
+        self._first = math.nan  # the mean of the first window
         self._evidence: list[float] = []
         self._kept: set[str] = set()
         self._emptied: set[str] = set()
-        self.has_settled = self.is_told = False
-        self.skipped = self.signs = 0
+        self.has_settled = False
+        self.recorded = self.skipped = self.signs = 0
 
     def record(self, loss: float) -> None:
         """Add the mean negative log likelihood of a measured batch."""
         if not math.isfinite(loss):
             return
-        self.is_told = True
+        self.recorded += 1
         self._losses = [*self._losses, loss][-2 * WINDOW :]
+        if self.recorded == WINDOW:
+            self._first = statistics.fmean(self._losses)
         if len(self._losses) == 2 * WINDOW and not self.has_settled:
             fall, noise = self._compare()
-            self.has_settled = fall < noise
+            has_fallen = self._first - statistics.fmean(self._losses[WINDOW:]) > max(noise, SHARE * abs(self._first))
+            self.has_settled = fall < noise and has_fallen
 
     def harm(self, log_evidence: float) -> str | None:
         """Call after an update of δ. Returns a message if loss or evidence got worse, else None. Sets ``skipped``."""

@@ -32,7 +32,9 @@ def test_the_guide_to_training_names_the_defaults():
         r"after (\d+) % of the steps at the latest, and δ stays fixed during the last (\d+) % \(`freeze=([\d.]+)`\)",
         page,
     )
-    assert (latest / 100, 1 - settled / 100, freeze) == pytest.approx((LATEST, defaults.freeze, defaults.freeze))
+    assert (latest / 100, 1 - settled / 100, freeze) == pytest.approx(
+        (LATEST * defaults.freeze, defaults.freeze, defaults.freeze)
+    )
     every, update, rarely, unknown = found(
         r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). While δ is fixed, it measures "
         r"on every (\d+)th step, or on every (\d+)th if",

@@ -25,12 +25,23 @@ def test_a_loss_that_falls_faster_than_its_noise_has_not_settled():
     assert not told(Watch(100), falling).has_settled
     level = [0.3 + e for e in noise(2 * WINDOW)]
     assert told(Watch(100), falling + level + level).has_settled
-    assert not told(Watch(100), level[:-1]).has_settled, "two whole windows are compared"
+    assert not told(Watch(100), falling + level[: WINDOW - 1]).has_settled, "two whole windows are compared"
+
+
+def test_a_loss_that_has_not_fallen_yet_has_not_settled():
+    """A transformer's loss may stay at its start for a hundred steps."""
+    level = [0.69 + e for e in noise(4 * WINDOW, 0.01)]
+    assert not told(Watch(100), level).has_settled
+    assert not told(Watch(100), [*level, *(value - 0.03 for value in level)]).has_settled, "less than a tenth"
+    assert told(Watch(100), [*level, *(value - 0.1 for value in level)]).has_settled
+    negative = [-0.69 + e for e in noise(4 * WINDOW, 0.01)]  # of a density
+    assert not told(Watch(100), negative).has_settled
+    assert told(Watch(100), [*negative, *(value - 0.1 for value in negative)]).has_settled
 
 
 def test_losses_that_are_not_finite_are_left_out():
     watch = told(Watch(100), [math.nan, math.inf])
-    assert not watch.is_told
+    assert not watch.recorded
 
 
 def test_a_loss_that_rises_beyond_its_noise_is_harm_and_each_sign_doubles_the_pause():
