@@ -33,8 +33,9 @@ class Settings:
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
         burn_in: When the first update of δ may come. Default: once the mean loss has fallen by a tenth and now falls by
-            less than it varies between batches, but after half of ``total_steps`` at the latest. A number is a share
-            of ``total_steps``; 0 begins at once. By epochs: number of epochs, by default none.
+            less than it varies between batches, but after half of ``total_steps`` at the latest (a tenth, if weights
+            share a δ). A number is a share of ``total_steps``; 0 begins at once. By epochs: number of epochs, by
+            default none.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see

@@ -39,6 +39,10 @@ class Timetable:
         self._settings, self._watch = settings, watch
         self.every, self.update = pace(settings, total_steps, per_weight=per_weight) if settings.online else (1, 1)
         self._is_stopped = False
+        self._latest = LATEST * settings.freeze
+        is_short = self._latest * (total_steps or 0) < 2 * WINDOW * self.every  # too short to see whether it settles
+        if is_short or not per_weight:  # a δ that many weights share is learned slowly
+            self._latest = _usual_start(settings)
 
     def freeze(self) -> None:
         """Stop updating δ."""
@@ -60,10 +64,7 @@ class Timetable:
             return watch.has_settled or not 0 < watch.recorded < PATIENCE
         if share is not None:
             return self.steps > share * total
-        latest = LATEST * self._settings.freeze * total
-        if latest < 2 * WINDOW * self.every:  # too short to tell whether the loss has settled
-            latest = _usual_start(self._settings) * total
-        return watch.has_settled or self.steps > latest
+        return watch.has_settled or self.steps > self._latest * total
 
     @property
     def is_due(self) -> bool:

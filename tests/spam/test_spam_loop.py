@@ -163,6 +163,18 @@ def test_with_a_length_the_first_update_waits_for_the_loss_to_settle_but_not_for
     assert not spam.watch.has_settled
 
 
+def test_a_delta_that_weights_share_is_learned_after_a_tenth_of_the_training_at_the_latest():
+    """One batch again and again, as above: its loss never settles."""
+    model, (batch, *_) = mlp(), split(blobs(), 8)
+    spam, optimizer = SpaM(model, N, prior="unit", total_steps=400, every=1, update=4), sgd(model, 1e-3)
+    for _ in range(40):
+        train(model, spam, optimizer, [batch])
+    assert not spam.updates
+    for _ in range(4):
+        train(model, spam, optimizer, [batch])
+    assert spam.updates == 1
+
+
 def test_without_a_length_the_first_update_waits_for_the_loss_to_settle():
     """One batch again and again: its loss only falls, and never by less than its noise, which is none."""
     model, (batch, *_) = mlp(), split(blobs(), 8)
