@@ -33,8 +33,8 @@ def test_the_first_screen_runs_as_it_stands_and_prints_such_a_table(blocks, caps
     (found,) = re.findall(r"test accuracy ([\d.]+)%", printed)
     text = README.read_text(encoding="utf-8")
     ((mean, spread),) = re.findall(r"12 seeds the test accuracy after pruning is ([\d.]+) ± ([\d.]+) %", text)
-    # Other processors round differently and train another network: four standard deviations around the mean.
-    assert abs(float(found) - float(mean)) <= 4 * float(spread)
+    # Other processors round differently and train another network: five standard deviations around the mean.
+    assert abs(float(found) - float(mean)) <= 5 * float(spread)
 
 
 def test_the_loop_of_ones_own_runs(blocks):
