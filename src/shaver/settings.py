@@ -117,8 +117,8 @@ def fitting_temperature(weights: int, data_size: int) -> float:
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be
 #: very large for a weight without a gradient, such as the embedding of an unused word, and would erase what was
 #: pretrained. Shrinking to the posterior mean would too: δ from a few samples is noisy, each rise of δ shrinks weights,
-#: and a later fall does not restore them.
-FINE_TUNING = Settings(shrink=0.0, proximal=False, temperature=1.0)
+#: and a later fall does not restore them. The loss may not fall at all, so the start does not wait for it.
+FINE_TUNING = Settings(burn_in=0.1, shrink=0.0, proximal=False, temperature=1.0)
 
 #: For Kronecker curvature, which is learned by epochs.
 KRONECKER = Settings(online=False, source="ggn", shrink=0.0, temperature=1.0)

@@ -334,6 +334,6 @@ def _perturbed(parameter: Tensor, generator: torch.Generator) -> Tensor:
 def _is_special(values: Tensor) -> bool:
     """Whether many values of a large weight are equal or nearly zero, judged by about a thousand of them."""
     some = values.reshape(-1)[:: values.numel() // 1000]
-    most_common = int(some.unique(return_counts=True)[1].max())
+    most_common = int((some == some.mode().values).sum())
     nearly_zero = int((some.abs() < 1e-4).sum())
     return most_common > 0.1 * len(some) or nearly_zero > 0.25 * len(some)
