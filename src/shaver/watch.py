@@ -14,8 +14,8 @@ from shaver.priors import Prior
 
 #: Measured losses per window. Two windows are compared.
 WINDOW = 5
-#: A rise counts if it exceeds this many standard errors and this share of the loss; so does the fall before δ is
-#: learned, for the share.
+#: A rise counts if it exceeds this many standard errors and this share of the loss. Before δ is learned, the loss must
+#: have fallen by this share.
 ERRORS, SHARE = 4.0, 0.1
 #: The evidence counts as falling after this many falls in a row that add up to this many nats per sample.
 FALLS, NATS = 5, 0.05

@@ -35,7 +35,7 @@ class Gradual(Schedule, ChoiceOptions):
         groups: What may be removed, in place of the groups found with the example.
     """
 
-    spam_defaults: ClassVar[Mapping[str, Any]] = {"prior": "unit", "burn_in": 0.1}
+    spam_defaults: ClassVar[Mapping[str, Any]] = {**Schedule.spam_defaults, "prior": "unit"}
     __eq__, __hash__ = object.__eq__, object.__hash__  # not those of ChoiceOptions: an example cannot be compared
 
     sparsity: float = 0.8
