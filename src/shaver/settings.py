@@ -37,6 +37,10 @@ class Settings:
             share a δ). A number is a share of ``total_steps``; 0 begins at once. By epochs: number of epochs, by
             default none.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
+        debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
+            longer pulls them, and removed weights may return a little, which restores most of the accuracy before
+            pruning. The posterior then has the δ of highest evidence at the weights in the end. Default: online, where each
+            of more weights than samples has its own δ.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see
             :meth:`share`. Embedding tables do not move.
@@ -59,6 +63,7 @@ class Settings:
     update: int | None = None
     burn_in: float | None = None
     freeze: float = 0.7
+    debias: bool | None = None
     shrink: float = 0.75
     proximal: bool = True
     frequency: int = 1
@@ -77,7 +82,7 @@ class Settings:
         for name in ("every", "update", "frequency"):
             if getattr(self, name) is not None or name == "frequency":
                 check_count(name, getattr(self, name))
-        check_flags(online=self.online, proximal=self.proximal)
+        check_flags(online=self.online, proximal=self.proximal, debias=self.debias is not None and self.debias)
         for name, most in (("shrink", 1), ("freeze", 1), ("decay", 1), ("burn_in", math.inf)):
             if getattr(self, name) is not None or name != "burn_in":
                 check_number(name, getattr(self, name), least=0, most=most)
@@ -118,7 +123,7 @@ def fitting_temperature(weights: int, data_size: int) -> float:
 #: very large for a weight without a gradient, such as the embedding of an unused word, and would erase what was
 #: pretrained. Shrinking to the posterior mean would too: δ from a few samples is noisy, each rise of δ shrinks weights,
 #: and a later fall does not restore them. The loss may not fall at all, so the start does not wait for it.
-FINE_TUNING = Settings(burn_in=0.1, shrink=0.0, proximal=False, temperature=1.0)
+FINE_TUNING = Settings(burn_in=0.1, debias=False, shrink=0.0, proximal=False, temperature=1.0)
 
 #: For Kronecker curvature, which is learned by epochs.
 KRONECKER = Settings(online=False, source="ggn", shrink=0.0, temperature=1.0)

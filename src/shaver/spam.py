@@ -126,6 +126,9 @@ class SpaM:
         self._delta: dict[Tensor, Tensor] = {}
         self._factors = Factors()
         self._has_warned = self._is_debiased = False
+        self._debiases = settings.debias
+        if settings.debias is None:
+            self._debiases = settings.online and self._fits_freely(prior) and self._weights() > self.data_size
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
         if settings.online:
@@ -146,14 +149,18 @@ class SpaM:
         """T from the settings. The default can be below 1 only if each weight has its own δ and no noise is learned."""
         if self.settings.temperature is not None:
             return self.settings.temperature
-        if prior != "parameter" or self.noise.is_learned:  # learned noise already weights the data
-            return 1.0
-        return fitting_temperature(sum(p.numel() for p in self.theta.values()), self.data_size)
+        return fitting_temperature(self._weights(), self.data_size) if self._fits_freely(prior) else 1.0
+
+    def _fits_freely(self, prior: str | Grouping) -> bool:
+        """Whether each weight has its own δ, and the data are not weighted by learned noise."""
+        return prior == "parameter" and not self.noise.is_learned
+
+    def _weights(self) -> int:
+        return sum(p.numel() for p in self.theta.values())
 
     def __repr__(self) -> str:
         """The model, the prior, the progress and the current statistics."""
-        weights = sum(p.numel() for p in self.theta.values())
-        total = self.timetable.total_steps
+        weights, total = self._weights(), self.timetable.total_steps
         steps = f"{self.steps:,}" + (f" of {total:,}" if total is not None else "")
         measured = "by epochs" if self.online is None else f"{self.online.measurements:,} curvature measurements"
         state = "frozen" if self.timetable.is_frozen else f"{self.updates:,} updates of δ"
@@ -272,6 +279,8 @@ class SpaM:
         self.timetable.steps += 1
         if self.settings.proximal and self.steps % 10 == 0:
             clear_vanished(self.theta.values())
+        if self._debiases and self.timetable.is_frozen and not self._is_debiased:
+            self.debias()
         if self.online is None:
             return
         self.online.every = self.timetable.spacing
@@ -316,16 +325,17 @@ class SpaM:
         return nll.mean()
 
     def freeze(self) -> None:
-        """Stop learning δ, so that the weights settle under the current prior.
+        """Stop learning δ, so that the weights settle.
 
-        For trainings without ``total_steps``: call it when the last part of the training begins.
+        For trainings without ``total_steps``: call it when the last third of the training begins.
         """
         self.timetable.freeze()
 
     def debias(self) -> None:
         """Train the weights under ``initial_precision`` from now on, so that δ no longer pulls them to zero.
 
-        δ is still learned, and the posterior uses it. Pruning during training calls this once its masks are final.
+        Called at the freeze, see :class:`shaver.settings.Settings`; pruning during training can call it once its masks
+        are final. δ is still learned until the freeze.
         """
         self._is_debiased = True
         self._made_of = []  # forces δ per parameter to be computed again
@@ -375,11 +385,19 @@ class SpaM:
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior at the current weights, from the newest H and δ. If sharded: for this rank's rows."""
+        """The posterior at the current weights, from the newest H and δ. If sharded: for this rank's rows.
+
+        Weights that δ no longer pulls do not fit the δ that was learned (:meth:`debias`). Then the posterior has the δ
+        of highest evidence at the current weights.
+        """
+        curvature, prior, rows = self.curvature, self.prior, self._held.rows()
+        if self._is_debiased:
+            prior = prior.snapshot()
+            improve(prior, curvature, rows, temperature=self.temperature, projected=False)
         return Posterior(
-            self.curvature,
-            self.prior,
-            self._held.rows(),
+            curvature,
+            prior,
+            rows,
             self.temperature,
             model=None if self._held.is_sharded else self.model,
             likelihood=self.likelihood,

@@ -40,7 +40,7 @@ class Timetable:
         self.every, self.update = pace(settings, total_steps, per_weight=per_weight) if settings.online else (1, 1)
         self._is_stopped = False
         self._latest = LATEST * settings.freeze
-        is_short = self._latest * (total_steps or 0) < 2 * WINDOW * self.every  # too short to see whether it settles
+        is_short = self._latest * (total_steps or 0) < 4 * WINDOW * self.every  # too short to see whether it settles
         if is_short or not per_weight:  # a δ that many weights share is learned slowly
             self._latest = _usual_start(settings)
 

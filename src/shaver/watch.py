@@ -3,7 +3,7 @@
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,8 @@ WINDOW = 5
 #: A rise counts if it exceeds this many standard errors and this share of the loss. Before δ is learned, the loss must
 #: have fallen by this share.
 ERRORS, SHARE = 4.0, 0.1
+#: The loss has settled when the last quarter of the training so far brought at most this share of the whole fall.
+LATELY = 0.1
 #: The evidence counts as falling after this many falls in a row that add up to this many nats per sample.
 FALLS, NATS = 5, 0.05
 #: Updates of δ that are skipped after the first sign of harm. Every further sign doubles the number.
@@ -31,7 +33,8 @@ class Watch:
 
     Attributes:
         has_settled: Whether δ may be learned: the loss has fallen by a tenth and by more than the variation between
-            batches, and now falls by less than that from one window to the next.
+            batches, and at most a tenth of this fall came in the last quarter of the training so far. That quarter is
+            compared with the one before it; a standard error of the difference counts as fall.
         recorded: Number of losses so far.
         skipped: Updates of δ that are still to be skipped.
         signs: How often the loss or the evidence became worse.
@@ -40,7 +43,7 @@ class Watch:
     def __init__(self, data_size: int) -> None:
         self._data_size = data_size
         self._losses: list[float] = []
-        self._first = math.nan  # the mean of the first window
+        self._all: list[float] = []  # until the loss has settled
         self._evidence: list[float] = []
         self._kept: set[str] = set()
         self._emptied: set[str] = set()
@@ -53,12 +56,20 @@ class Watch:
             return
         self.recorded += 1
         self._losses = [*self._losses, loss][-2 * WINDOW :]
-        if self.recorded == WINDOW:
-            self._first = statistics.fmean(self._losses)
-        if len(self._losses) == 2 * WINDOW and not self.has_settled:
-            fall, noise = self._compare()
-            has_fallen = self._first - statistics.fmean(self._losses[WINDOW:]) > max(noise, SHARE * abs(self._first))
-            self.has_settled = fall < noise and has_fallen
+        if not self.has_settled:
+            self._all.append(loss)
+            self.has_settled = self._settles()
+            if self.has_settled:
+                self._all = []
+
+    def _settles(self) -> bool:
+        quarter = len(self._all) // 4
+        if quarter < WINDOW:
+            return False
+        first = statistics.fmean(self._all[:WINDOW])
+        lately, noise = _fall(self._all[-2 * quarter : -quarter], self._all[-quarter:])
+        fall = first - statistics.fmean(self._all[-quarter:])
+        return fall > max(noise, SHARE * abs(first)) and lately + noise * math.sqrt(2 / quarter) < LATELY * fall
 
     def harm(self, log_evidence: float) -> str | None:
         """Call after an update of δ. Returns a message if loss or evidence got worse, else None. Sets ``skipped``."""
@@ -75,7 +86,7 @@ class Watch:
     def _risen(self) -> str | None:
         if len(self._losses) < 2 * WINDOW:
             return None
-        fall, noise = self._compare()
+        fall, noise = _fall(self._losses[:WINDOW], self._losses[WINDOW:])
         before, now = statistics.fmean(self._losses[:WINDOW]), statistics.fmean(self._losses[WINDOW:])
         if -fall > ERRORS * noise * math.sqrt(2 / WINDOW) and -fall > SHARE * before:
             return f"the training loss rose from {before:.4g} to {now:.4g}"
@@ -87,12 +98,6 @@ class Watch:
         if len(values) > FALLS and falls and values[0] - values[-1] > NATS * self._data_size:
             return f"the log evidence fell from {values[0]:,.0f} to {values[-1]:,.0f} over {FALLS} updates"
         return None
-
-    def _compare(self) -> tuple[float, float]:
-        """The drop in mean loss from the first window to the second, and the variation between batches."""
-        before, now = self._losses[:WINDOW], self._losses[WINDOW:]
-        noise = math.sqrt((statistics.variance(before) + statistics.variance(now)) / 2)
-        return statistics.fmean(before) - statistics.fmean(now), noise
 
     def warn_of_harm(self, log_evidence: float, step: int) -> None:
         """Skip the next updates of δ if :meth:`harm` finds harm, and warn the second time."""
@@ -145,6 +150,12 @@ class Watch:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         vars(self).update(state)
+
+
+def _fall(before: Sequence[float], now: Sequence[float]) -> tuple[float, float]:
+    """The fall of the mean loss, and the standard deviation between batches."""
+    noise = math.sqrt((statistics.variance(before) + statistics.variance(now)) / 2)
+    return statistics.fmean(before) - statistics.fmean(now), noise
 
 
 def restore_vanishing(

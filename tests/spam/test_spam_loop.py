@@ -13,7 +13,7 @@ from torch import nn
 from shaver.curvature import estimate
 from shaver.curvature.blocks import Curvature, DiagonalBlock
 from shaver.evidence import log_evidence, optimal_precision
-from shaver.settings import LOG_BOUNDS, PAPER, Settings
+from shaver.settings import FINE_TUNING, LOG_BOUNDS, PAPER, Settings
 from shaver.spam import SpaM
 from tests.spam.toys import QUICK, N, assert_close, blobs, conv, images, mlp, sgd, split, train, weights
 
@@ -453,12 +453,59 @@ def test_debiased_weights_train_under_the_initial_precision_and_are_not_shrunk()
     before, learned = weights(model), spam.prior.delta()
     spam.update(split(blobs()))
     assert_close(weights(model), before, 0.0)
-    delta = spam.posterior.delta()
+    delta = spam.prior.delta()
     assert any(not torch.equal(delta[name], learned[name]) for name in delta), "δ is still learned"
     assert not bool((delta["0.weight"] == 3.0).any())
     again = SpaM(model, N, total_steps=200, initial_precision=3.0, **QUICK)
     again.load_state_dict(spam.state_dict())
     assert bool((again.delta_by_parameter()[model[0].weight] == 3.0).all())
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("debias", [True, False])
+def test_at_the_freeze_the_weights_leave_the_learned_prior(by_hand: bool, debias: bool):
+    model = mlp()
+    length = {} if by_hand else {"total_steps": 40, "freeze": 0.5}
+    spam = SpaM(model, N, initial_precision=3.0, debias=debias, **length, **QUICK)
+    optimizer, batches = sgd(model), split(blobs())
+    train(model, spam, optimizer, batches, 3)  # 18 steps
+    assert not bool((spam.delta_by_parameter()[model[0].weight] == 3.0).any())
+    if by_hand:
+        spam.freeze()
+    train(model, spam, optimizer, batches)
+    assert bool((spam.delta_by_parameter()[model[0].weight] == 3.0).all()) == debias
+
+
+def test_the_posterior_of_debiased_weights_has_the_best_delta_at_the_weights():
+    model = mlp()
+    spam = SpaM(model, N, total_steps=24, freeze=0.5, debias=True, **QUICK)
+    train(model, spam, sgd(model), split(blobs()), 4)
+    frozen, posterior = spam.prior.delta(), spam.posterior
+    h = spam.curvature.diagonal()
+    low, high = (math.exp(bound) for bound in LOG_BOUNDS)
+    for name, weight in weights(model).items():
+        best = optimal_precision(h[name] / spam.temperature, weight).clamp(low, high)
+        torch.testing.assert_close(posterior.delta_of(name), best)
+        assert not torch.equal(frozen[name], best)
+    at_frozen = log_evidence(model, spam.curvature, prior_precision=frozen, temperature=spam.temperature)
+    assert posterior.log_evidence >= at_frozen
+    assert_close(spam.prior.delta(), frozen, 0.0)
+
+
+def test_by_default_the_weights_leave_the_learned_prior_where_they_are_more_than_the_samples():
+    def debiases(**options: Any) -> bool:
+        model = mlp()
+        spam = SpaM(model, **({"data_size": 20, "total_steps": 20, "freeze": 0.5} | QUICK | options))
+        train(model, spam, sgd(model), split(blobs()), 3)
+        return bool((spam.delta_by_parameter()[model[0].weight] == 1.0).all())
+
+    weighed = sum(p.numel() for p in mlp().parameters())
+    assert debiases()
+    assert not debiases(data_size=weighed)
+    assert not debiases(prior="unit")
+    assert not debiases(likelihood="regression", loss="mean")
+    assert not debiases(settings=FINE_TUNING, update=3, burn_in=0.0)
+    assert not debiases(freeze=1.0)
 
 
 def test_curvature_is_measured_often_only_where_it_is_needed():

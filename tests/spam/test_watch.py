@@ -20,23 +20,35 @@ def noise(count: int, size: float = 0.05) -> list[float]:
     return [draw.uniform(-size, size) for _ in range(count)]
 
 
-def test_a_loss_that_falls_faster_than_its_noise_has_not_settled():
-    falling = [2.3 - 0.1 * i + e for i, e in enumerate(noise(2 * WINDOW))]
-    assert not told(Watch(100), falling).has_settled
-    level = [0.3 + e for e in noise(2 * WINDOW)]
-    assert told(Watch(100), falling + level + level).has_settled
-    assert not told(Watch(100), falling + level[: WINDOW - 1]).has_settled, "two whole windows are compared"
+def test_a_loss_has_settled_when_its_last_quarter_brought_little_of_the_fall():
+    straight = [2.3 - 0.01 * i + e for i, e in enumerate(noise(200, 0.01))]
+    assert not told(Watch(100), straight).has_settled, "each quarter brings a quarter"
+    bent = [0.3 + 2 * math.exp(-i / 10) + e for i, e in enumerate(noise(100, 0.01))]
+    watch = Watch(100)
+    settled_at = next(i for i, loss in enumerate(bent) if told(watch, [loss]).has_settled)
+    assert 20 < settled_at < 60, "most of the fall is over after twenty losses"
+
+
+def test_the_training_may_be_measured_at_any_spacing():
+    """What counts is the share of the training so far, not a number of losses."""
+    curve = [0.3 + 2 * math.exp(-i / 100) for i in range(1000)]
+    starts = []
+    for spacing in (1, 5):
+        watch = Watch(100)
+        starts.append(next(i for i in range(0, 1000, spacing) if told(watch, [curve[i]]).has_settled))
+    assert abs(starts[0] - starts[1]) <= 20
 
 
 def test_a_loss_that_has_not_fallen_yet_has_not_settled():
     """A transformer's loss may stay at its start for a hundred steps."""
-    level = [0.69 + e for e in noise(4 * WINDOW, 0.01)]
+    level = [0.69 + e for e in noise(8 * WINDOW, 0.01)]
     assert not told(Watch(100), level).has_settled
-    assert not told(Watch(100), [*level, *(value - 0.03 for value in level)]).has_settled, "less than a tenth"
-    assert told(Watch(100), [*level, *(value - 0.1 for value in level)]).has_settled
-    negative = [-0.69 + e for e in noise(4 * WINDOW, 0.01)]  # of a density
+    assert not told(Watch(100), [*level, *(value - 0.03 for value in 2 * level)]).has_settled, "less than a tenth"
+    assert not told(Watch(100), [*level, *(value - 0.2 for value in level[:WINDOW])]).has_settled, "it still falls"
+    assert told(Watch(100), [*level, *(value - 0.2 for value in 2 * level)]).has_settled
+    negative = [-0.69 + e for e in noise(8 * WINDOW, 0.01)]  # of a density
     assert not told(Watch(100), negative).has_settled
-    assert told(Watch(100), [*negative, *(value - 0.1 for value in negative)]).has_settled
+    assert told(Watch(100), [*negative, *(value - 0.2 for value in 2 * negative)]).has_settled
 
 
 def test_losses_that_are_not_finite_are_left_out():

@@ -82,8 +82,9 @@ class Schedule:
             last update. Each repair takes a pass: a thousand samples and a larger ``every`` are enough.
     """
 
-    #: Default options of SpaM for this kind of pruning. Weights are removed early, so learning δ does not wait.
-    spam_defaults: ClassVar[Mapping[str, Any]] = {"burn_in": 0.1}
+    #: Default options of SpaM for this kind of pruning. Weights are removed early, so learning δ does not wait; removed
+    #: weights cannot return, so nothing is gained if δ no longer pulls the others.
+    spam_defaults: ClassVar[Mapping[str, Any]] = {"burn_in": 0.1, "debias": False}
     #: Names that ``schedule`` may have.
     schedules: ClassVar[Iterable[str]] = tuple(SHAPES)
 

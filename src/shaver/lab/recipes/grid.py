@@ -156,7 +156,7 @@ def _learning(task: Task, structure: str, source: str) -> dict[str, Any]:
             "method": "gradient",
             "temperature": task.temperature,
         }
-    settings: dict[str, Any] = {"source": source, "temperature": task.temperature}
+    settings: dict[str, Any] = {"source": source, "temperature": task.temperature, "debias": False}
     if structure == "kron" or source == "ggn":  # between epochs: there is no online form of these
         settings |= {"online": False, "burn_in": task.burn_in, "frequency": task.frequency, "shrink": 0.0}
         if task.epochs - task.burn_in < 2:  # a single estimate comes at the very end

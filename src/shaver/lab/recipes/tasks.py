@@ -42,11 +42,11 @@ _ALL = (
     # Digits at a learning rate of 0.1 are at the edge: one MAP training of 16 died with SSE4.1 arithmetic.
     _at_both(
         "demo-cancer", "Breast cancer, fully connected", "cancer", _CANCER, epochs=50, batch_size=32, lr=0.1,
-        epoch_seconds=0.03, pass_seconds=0.01, spam={"temperature": None},
+        epoch_seconds=0.03, pass_seconds=0.01, spam={"temperature": None, "debias": None},
     ),
     _at_both(
         "demo-digits", "Digits, small CNN", "digits", {"name": "digits_cnn"}, epochs=40, batch_size=64, lr=0.05,
-        epoch_seconds=0.2, pass_seconds=0.01, spam={"temperature": None},
+        epoch_seconds=0.2, pass_seconds=0.01, spam={"temperature": None, "debias": None},
     ),
     _at_both(
         "lenet-300-100", "LeNet-300-100 on MNIST", "mnist", {"name": "fcn", "inputs": 784, "hidden": [300, 100],
