@@ -38,9 +38,9 @@ class Settings:
             default none.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
         debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
-            longer pulls them, and removed weights may return a little, which restores most of the accuracy before
-            pruning. The posterior then has the δ of highest evidence at the weights in the end. Default: online, where each
-            of more weights than samples has its own δ.
+            longer pulls them, and removed weights may return a little, which restores the accuracy before pruning. The
+            posterior then has the δ of highest evidence at the weights in the end. Default: online, if each weight has
+            its own δ and the temperature is at least 1. A lower temperature costs less accuracy in the first place.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see
             :meth:`share`. Embedding tables do not move.
@@ -109,14 +109,18 @@ class Settings:
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
 
-def fitting_temperature(weights: int, data_size: int) -> float:
-    """The default temperature where each of P weights has its own δ: T = √(N/P), at most 1.
+#: Weights per sample from which on the data count more than once.
+MANY = 16
 
-    With a diagonal curvature the evidence counts one Occam factor per weight. If P > N, the N samples determine far
-    fewer directions than P. The evidence then counts several factors for one direction, and removes more weights than
-    the data justify. Counting the data 1/T = √(P/N) times compensates; see the page on defaults for measurements.
+
+def fitting_temperature(weights: int, data_size: int) -> float:
+    """The default temperature where each of P weights has its own δ: T = 16 N/P, at most 1.
+
+    A weight is removed if that raises the loss of the data by less than about 2T nats, which adds up to at most 2TP for
+    all weights, 2TP/N per sample. With T in proportion to N/P this does not grow with the network. The 16 was measured;
+    see the page on defaults.
     """
-    return min(1.0, math.sqrt(data_size / max(weights, 1)))
+    return min(1.0, MANY * data_size / max(weights, 1))
 
 
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be

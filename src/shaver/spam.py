@@ -128,7 +128,7 @@ class SpaM:
         self._has_warned = self._is_debiased = False
         self._debiases = settings.debias
         if settings.debias is None:
-            self._debiases = settings.online and self._fits_freely(prior) and self._weights() > self.data_size
+            self._debiases = settings.online and self._fits_freely(prior) and self.temperature >= 1
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
         if settings.online:

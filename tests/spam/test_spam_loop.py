@@ -492,16 +492,17 @@ def test_the_posterior_of_debiased_weights_has_the_best_delta_at_the_weights():
     assert_close(spam.prior.delta(), frozen, 0.0)
 
 
-def test_by_default_the_weights_leave_the_learned_prior_where_they_are_more_than_the_samples():
+def test_by_default_the_weights_leave_the_learned_prior_where_the_data_count_once():
     def debiases(**options: Any) -> bool:
         model = mlp()
-        spam = SpaM(model, **({"data_size": 20, "total_steps": 20, "freeze": 0.5} | QUICK | options))
+        spam = SpaM(model, **({"data_size": N, "total_steps": 20, "freeze": 0.5} | QUICK | options))
         train(model, spam, sgd(model), split(blobs()), 3)
         return bool((spam.delta_by_parameter()[model[0].weight] == 1.0).all())
 
-    weighed = sum(p.numel() for p in mlp().parameters())
     assert debiases()
-    assert not debiases(data_size=weighed)
+    assert debiases(temperature=2.0)
+    assert not debiases(temperature=0.5)
+    assert not debiases(data_size=5), "83 weights are more than 16 times 5"
     assert not debiases(prior="unit")
     assert not debiases(likelihood="regression", loss="mean")
     assert not debiases(settings=FINE_TUNING, update=3, burn_in=0.0)
