@@ -40,7 +40,7 @@ class Settings:
         debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
             longer pulls them, and removed weights may return a little, which restores the accuracy before pruning. The
             posterior then has the δ of highest evidence at the weights in the end. Default: online, if each weight has
-            its own δ and the temperature is at least 1. A lower temperature costs less accuracy in the first place.
+            its own δ and no noise is learned.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see
             :meth:`share`. Embedding tables do not move.
@@ -109,18 +109,18 @@ class Settings:
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
 
-#: Weights per sample from which on the data count more than once.
+#: Weights per sample from which on several weights stand for what the data determine once.
 MANY = 16
 
 
 def fitting_temperature(weights: int, data_size: int) -> float:
-    """The default temperature where each of P weights has its own δ: T = 16 N/P, at most 1.
+    """The default temperature where each of P weights has its own δ: T = (16 N/P)², at most 1.
 
-    A weight is removed if that raises the loss of the data by less than about 2T nats, which adds up to at most 2TP for
-    all weights, 2TP/N per sample. With T in proportion to N/P this does not grow with the network. The 16 was measured;
-    see the page on defaults.
+    With a diagonal curvature each weight is judged as if the others stayed. If K weights stand for one direction that the
+    data determine, each has a K-th of the effect, so removing one costs a K²-th of what removing all costs. Counting the
+    data K² times judges each as if all went together. K = P/(16 N) was chosen by measurement; see the page on defaults.
     """
-    return min(1.0, MANY * data_size / max(weights, 1))
+    return min(1.0, (MANY * data_size / max(weights, 1)) ** 2)
 
 
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be

@@ -126,9 +126,8 @@ class SpaM:
         self._delta: dict[Tensor, Tensor] = {}
         self._factors = Factors()
         self._has_warned = self._is_debiased = False
-        self._debiases = settings.debias
-        if settings.debias is None:
-            self._debiases = settings.online and self._fits_freely(prior) and self.temperature >= 1
+        own = settings.online and self._fits_freely(prior)
+        self._debiases = own if settings.debias is None else settings.debias
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
         if settings.online:

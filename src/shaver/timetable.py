@@ -15,7 +15,7 @@ UPDATES = 40
 USUALLY = 0.1
 #: When δ is learned even if the loss has not settled: after this share of the time before the freeze or, if the length
 #: is unknown, after this many measured losses. The loss of weights that were trained before may not fall at all.
-LATEST, PATIENCE = 0.7, 100
+LATEST, PATIENCE = 4 / 7, 100
 
 
 class Timetable:

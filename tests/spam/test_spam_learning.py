@@ -153,8 +153,8 @@ def test_a_lower_temperature_prunes_less():
 @pytest.mark.parametrize(
     ("samples", "options", "expected"),
     [
-        (1, {}, 0.16),
-        (5, {}, 0.8),
+        (1, {}, 0.0256),
+        (5, {}, 0.64),
         (7, {}, 1.0),
         (400, {}, 1.0),
         (5, {"temperature": 0.7}, 0.7),
@@ -174,7 +174,7 @@ def test_the_data_count_more_where_each_of_many_weights_has_its_own_delta(
 
 def test_the_default_temperature_trains_as_the_same_number_passed():
     found = []
-    for temperature in (None, 16 * 4 / 83):
+    for temperature in (None, (16 * 4 / 83) ** 2):
         model = mlp()  # 83 weights
         spam = SpaM(model, 4, temperature=temperature, source="ef", **OFTEN)
         train(model, spam, sgd(model, 0.05), split(blobs(4)), 15)

@@ -154,7 +154,7 @@ def test_with_a_length_the_first_update_waits_for_the_loss_to_settle_but_not_for
     """One batch again and again: its loss only falls, and never by less than its noise, which is none."""
     model, (batch, *_) = mlp(), split(blobs(), 8)
     spam, optimizer = SpaM(model, N, total_steps=80, every=1, update=4, freeze=0.8), sgd(model, 1e-3)
-    for _ in range(44):  # 0.7 · 0.8 · 80 steps
+    for _ in range(36):  # 4/7 · 0.8 · 80 = 36.6 steps
         train(model, spam, optimizer, [batch])
     assert not spam.updates
     for _ in range(8):
@@ -492,7 +492,7 @@ def test_the_posterior_of_debiased_weights_has_the_best_delta_at_the_weights():
     assert_close(spam.prior.delta(), frozen, 0.0)
 
 
-def test_by_default_the_weights_leave_the_learned_prior_where_the_data_count_once():
+def test_by_default_the_weights_leave_the_learned_prior_where_each_has_its_own():
     def debiases(**options: Any) -> bool:
         model = mlp()
         spam = SpaM(model, **({"data_size": N, "total_steps": 20, "freeze": 0.5} | QUICK | options))
@@ -500,9 +500,7 @@ def test_by_default_the_weights_leave_the_learned_prior_where_the_data_count_onc
         return bool((spam.delta_by_parameter()[model[0].weight] == 1.0).all())
 
     assert debiases()
-    assert debiases(temperature=2.0)
-    assert not debiases(temperature=0.5)
-    assert not debiases(data_size=5), "83 weights are more than 16 times 5"
+    assert debiases(temperature=0.5)
     assert not debiases(prior="unit")
     assert not debiases(likelihood="regression", loss="mean")
     assert not debiases(settings=FINE_TUNING, update=3, burn_in=0.0)
