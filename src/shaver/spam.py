@@ -525,6 +525,6 @@ class SpaM:
         if len(values) != len(self._made_of) or any(a is not b for a, b in zip(values, self._made_of, strict=True)):
             found: dict[Tensor, Tensor] = {p: self.prior.delta_of(name) for name, p in self.theta.items()}
             if self._is_debiased:
-                found = {p: torch.full_like(delta, self.settings.initial_precision) for p, delta in found.items()}
+                found = {p: delta.new_tensor(self.settings.initial_precision) for p, delta in found.items()}
             self._made_of, self._delta = values, found
         return self._delta
