@@ -50,8 +50,8 @@ def trained(train: InMemory, seed: int, place: Path) -> tuple[nn.Module, Posteri
     if not file.exists():
         began = time.process_time()
         shaver.fit(
-            model, train, epochs=EPOCHS[0], seed=seed, spam={"temperature": TEMPERATURE, "debias": False}, folder=place / "fit",
-            logger=Told("training"), **TRAINING,
+            model, train, epochs=EPOCHS[0], seed=seed, spam={"temperature": TEMPERATURE, "debias": False},
+            folder=place / "fit", logger=Told("training"), **TRAINING,
         )  # fmt: skip
         save_state(file, {"weights": model.state_dict(), "seconds": time.process_time() - began})
     saved = load_state(file)

@@ -32,10 +32,10 @@ class Settings:
         decay: Online: decay of the moving average of H, per curvature measurement.
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
-        burn_in: When the first update of δ may come. Default: once the mean loss has fallen by a tenth and now falls by
-            less than it varies between batches, but after half of ``total_steps`` at the latest (a tenth, if weights
-            share a δ). A number is a share of ``total_steps``; 0 begins at once. By epochs: number of epochs, by
-            default none.
+        burn_in: When the first update of δ may come. Default: once the mean loss has settled, see
+            :class:`shaver.watch.Watch`, but after 40 % of ``total_steps`` at the latest (a tenth, if weights share
+            a δ). A number is a share of ``total_steps``; 0 begins at once. By epochs: number of epochs, by default
+            none.
         freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
         debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
             longer pulls them, and removed weights may return a little, which restores the accuracy before pruning. The
@@ -113,14 +113,22 @@ class Settings:
 MANY = 16
 
 
-def fitting_temperature(weights: int, data_size: int) -> float:
-    """The default temperature where each of P weights has its own δ: T = (16 N/P)², at most 1.
+def fitting_temperature(weights: int, data_size: int, *, debiased: bool) -> float:
+    """The default temperature where each of P weights has its own δ: T = (16 N/P)², or √(N/P), at most 1.
 
-    With a diagonal curvature each weight is judged as if the others stayed. If K weights stand for one direction that the
-    data determine, each has a K-th of the effect, so removing one costs a K²-th of what removing all costs. Counting the
-    data K² times judges each as if all went together. K = P/(16 N) was chosen by measurement; see the page on defaults.
+    With a diagonal curvature each weight is judged as if the others stayed. If K weights stand for one direction that
+    the data determine, each has a K-th of the effect, so removing one costs a K²-th of what removing all costs.
+    Counting the data K² times judges each as if all went together. K = P/(16 N) was chosen by measurement; see the page
+    on defaults.
+
+    Args:
+        weights: P.
+        data_size: N.
+        debiased: Whether the weights leave the learned prior at the end. If not, what δ removes is lost to the network
+            before pruning; then √(N/P), which removes less of a network with 1 to 40 weights per sample, was better.
     """
-    return min(1.0, (MANY * data_size / max(weights, 1)) ** 2)
+    ratio = data_size / max(weights, 1)
+    return min(1.0, (MANY * ratio) ** 2 if debiased else math.sqrt(ratio))
 
 
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be

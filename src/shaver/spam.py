@@ -109,7 +109,13 @@ class SpaM:
         self.likelihood = get_likelihood(likelihood)
         self.noise = NoiseLearner(self.likelihood)
         self.theta = trainable_parameters(model)
-        self.temperature = self._temperature(prior)
+        # each weight has its own δ, and no learned noise weights the data
+        fits_freely = prior == "parameter" and not self.noise.is_learned
+        self._debiases = settings.online and fits_freely if settings.debias is None else settings.debias
+        self.temperature = settings.temperature or 1.0
+        if settings.temperature is None and fits_freely:
+            debiased = self._debiases and total_steps is not None and settings.freeze < 1
+            self.temperature = fitting_temperature(self._weights(), self.data_size, debiased=debiased)
         self.scale_free, self.watch = ScaleFree(self.theta), Watch(self.data_size)
         self.timetable = Timetable(settings, total_steps, self.watch, per_weight=prior == "parameter")
         self._held = held_parameters(self.theta, self.ranks)
@@ -126,8 +132,6 @@ class SpaM:
         self._delta: dict[Tensor, Tensor] = {}
         self._factors = Factors()
         self._has_warned = self._is_debiased = False
-        own = settings.online and self._fits_freely(prior)
-        self._debiases = own if settings.debias is None else settings.debias
         self._curvature: Curvature | None = None
         self.online: OnlineCurvature | None = None
         if settings.online:
@@ -143,16 +147,6 @@ class SpaM:
                 outputs=outputs,
                 ranks=self.ranks,
             )
-
-    def _temperature(self, prior: str | Grouping) -> float:
-        """T from the settings. The default can be below 1 only if each weight has its own δ and no noise is learned."""
-        if self.settings.temperature is not None:
-            return self.settings.temperature
-        return fitting_temperature(self._weights(), self.data_size) if self._fits_freely(prior) else 1.0
-
-    def _fits_freely(self, prior: str | Grouping) -> bool:
-        """Whether each weight has its own δ, and the data are not weighted by learned noise."""
-        return prior == "parameter" and not self.noise.is_learned
 
     def _weights(self) -> int:
         return sum(p.numel() for p in self.theta.values())

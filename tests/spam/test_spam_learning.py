@@ -157,6 +157,10 @@ def test_a_lower_temperature_prunes_less():
         (5, {}, 0.64),
         (7, {}, 1.0),
         (400, {}, 1.0),
+        (25, {"debias": False}, 0.5),
+        (25, {"freeze": 1.0}, 0.5),
+        (25, {"total_steps": None}, 0.5),
+        (400, {"debias": False}, 1.0),
         (5, {"temperature": 0.7}, 0.7),
         (5, {"prior": "unit"}, 1.0),
         (5, {"prior": "layer"}, 1.0),
@@ -169,12 +173,12 @@ def test_the_data_count_more_where_each_of_many_weights_has_its_own_delta(
     samples: int, options: dict[str, Any], expected: float
 ):
     model = nn.Sequential(nn.Linear(20, 5, bias=False), nn.Linear(5, 3).requires_grad_(False))  # 100 weights train
-    assert SpaM(model, samples, **options).temperature == pytest.approx(expected)
+    assert SpaM(model, samples, **({"total_steps": 1000} | options)).temperature == pytest.approx(expected)
 
 
 def test_the_default_temperature_trains_as_the_same_number_passed():
     found = []
-    for temperature in (None, (16 * 4 / 83) ** 2):
+    for temperature in (None, math.sqrt(4 / 83)):
         model = mlp()  # 83 weights
         spam = SpaM(model, 4, temperature=temperature, source="ef", **OFTEN)
         train(model, spam, sgd(model, 0.05), split(blobs(4)), 15)
