@@ -6,8 +6,9 @@ r"""Dense accuracy and accuracy after pruning on eleven small tasks: MAP and Spa
 
 MAP is ordinary training with weight decay, 1/N and one other value. Networks are pruned by OPD (optimal posterior
 damage) without fine-tuning, once by masks alone (BatchNorm statistics are measured again) and once with repair from
-unlabelled training samples; on CIFAR-10 the repair ends with ten passes in which all layers are fitted together. Every
-training adds one row to the CSV file, and rows that the file has are not repeated.
+unlabelled training samples. On CIFAR-10 the repair ends with twenty passes over the training images, without labels, in
+which all layers are fitted together; 98 % is left out there. Every training adds one row to the CSV file, and rows that
+the file has are not repeated.
 The data come from the folder in SHAVER_DATA.
 """
 
@@ -54,12 +55,15 @@ class Task:
     training: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     calibration: tuple[int, int] = IMAGES
-    passes: int = 0  # of the repair, over all layers together
+    passes: int = 0  # over all training samples, in which all layers are fitted together after the repair
+    highest: float = 0.98  # sparsity
 
 
 _ADAM = {"optimizer": "adam", "lr": 3e-3}
 _SCRATCH = {"optimizer": "adamw", "lr": 1e-3, "clip": 1.0}
-_CIFAR: dict[str, Any] = {"epochs": 10, "images": 10_000, "calibration": (2_000, 100), "passes": 10}
+_CIFAR: dict[str, Any] = {
+    "epochs": 10, "images": 10_000, "calibration": (2_000, 100), "passes": 20, "highest": 0.95,
+}  # fmt: skip
 TASKS = {
     "digits": Task("digits_cnn", "digits", 40, 20, None, 64),
     "cancer": Task("fcn", "cancer", 100, 20, None, 64, {}, {"inputs": 30, "hidden": (100, 100), "classes": 2}),
@@ -160,13 +164,19 @@ def run(name: str, label: str, seed: int, split: str) -> dict[str, Any]:
         posterior = shaver.evidence.fit_prior(model, found)
     scores = shaver.score(model, "opd", posterior=posterior)
     most, size = task.calibration
-    calibration = [train[i : i + size][0] for i in range(0, min(len(train), most), size)]
+    inputs = [train[i : i + size][0] for i in range(0, len(train), size)]
+    calibration = inputs[: math.ceil(most / size)]
     quality = shaver.measure.quality(model, judged.batches(500))
     accuracies, nll = {"dense": round(100 * quality.accuracy, 2)}, round(quality.nll, 4)
     for column, (sparsity, repaired) in COLUMNS.items():
+        if sparsity > task.highest:
+            accuracies[column] = math.nan
+            continue
         pruned = copy.deepcopy(model)
         if repaired:
-            shaver.prune(pruned, scores, sparsity, calibration=calibration, passes=task.passes)
+            found = shaver.prune(pruned, scores, sparsity, calibration=calibration)
+            if task.passes:
+                shaver.repairing.joint_fit(pruned, inputs, reference=model, passes=task.passes, masks=found.masks)
         else:
             shaver.prune(pruned, scores, sparsity)
             shaver.recalibrate(pruned, calibration)

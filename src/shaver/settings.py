@@ -13,6 +13,9 @@ LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
 
 #: Steps between two updates of δ, unless the training is short.
 USUAL = 50
+#: Share of a training after which δ is frozen: usually, and where the weights then leave the learned prior. They need
+#: time for that.
+FREEZE, FREEZE_TO_DEBIAS = 0.7, 0.6
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,11 @@ class Settings:
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
         burn_in: When the first update of δ may come. Default: once the mean loss has settled, see
-            :class:`shaver.watch.Watch`, but after 40 % of ``total_steps`` at the latest (a tenth, if weights share
-            a δ). A number is a share of ``total_steps``; 0 begins at once. By epochs: number of epochs, by default
-            none.
-        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
+            :class:`shaver.watch.Watch`, but after four sevenths of the time before the freeze at the latest (a
+            tenth of ``total_steps``, if weights share a δ). A number is a share of ``total_steps``; 0 begins at once.
+            By epochs: number of epochs, by default none.
+        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle. Default: 0.6 with
+            ``debias``, else 0.7.
         debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
             longer pulls them, and removed weights may return a little, which restores the accuracy before pruning. The
             posterior then has the δ of highest evidence at the weights in the end. Default: online, if each weight has
@@ -62,7 +66,7 @@ class Settings:
     decay: float = 0.95
     update: int | None = None
     burn_in: float | None = None
-    freeze: float = 0.7
+    freeze: float | None = None
     debias: bool | None = None
     shrink: float = 0.75
     proximal: bool = True
@@ -84,7 +88,7 @@ class Settings:
                 check_count(name, getattr(self, name))
         check_flags(online=self.online, proximal=self.proximal, debias=self.debias is not None and self.debias)
         for name, most in (("shrink", 1), ("freeze", 1), ("decay", 1), ("burn_in", math.inf)):
-            if getattr(self, name) is not None or name != "burn_in":
+            if getattr(self, name) is not None or name not in ("burn_in", "freeze"):
                 check_number(name, getattr(self, name), least=0, most=most)
         if self.decay == 1:
             raise ValueError(f"decay must be below 1, not {self.decay!r}: the average would never change.")
@@ -94,11 +98,16 @@ class Settings:
         low, high = (check_number(f"bounds[{i}]", bound) for i, bound in enumerate(self.bounds))
         if not low < high:
             raise ValueError(f"bounds are the lowest and the highest log δ, not {self.bounds!r}.")
-        if self.online and not 0 <= (self.burn_in or 0.0) < self.freeze <= 1:
+        if self.online and not 0 <= (self.burn_in or 0.0) < self.learned_until <= 1:
             raise ValueError(
                 "online, burn_in and freeze are shares of total_steps, 0 ≤ burn_in < freeze ≤ 1, not "
-                f"{self.burn_in!r} and {self.freeze!r}."
+                f"{self.burn_in!r} and {self.learned_until!r}."
             )
+
+    @property
+    def learned_until(self) -> float:
+        """``freeze``, or its usual value."""
+        return FREEZE if self.freeze is None else self.freeze
 
     def share(self, update: int) -> float:
         """``shrink`` of a single update, if δ is updated every ``update`` steps: 1 − (1 − shrink)^√(update/50).
@@ -107,6 +116,23 @@ class Settings:
         equally far per update. The square root gave better results than both.
         """
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
+
+    def completed(self, *, has_own: bool, weights: int, data_size: int, total_steps: int | None) -> "Settings":
+        """The settings with a value for ``debias``, ``freeze`` and ``temperature``.
+
+        Args:
+            has_own: Whether each weight has its own δ and no noise is learned.
+            weights: Number of weights.
+            data_size: Number of training samples.
+            total_steps: Number of steps of the whole training, or None.
+        """
+        debias = self.online and has_own if self.debias is None else self.debias
+        freeze = FREEZE_TO_DEBIAS if self.freeze is None and debias else self.learned_until
+        temperature = self.temperature
+        if temperature is None:
+            debiased = debias and total_steps is not None and freeze < 1
+            temperature = fitting_temperature(weights, data_size, debiased=debiased) if has_own else 1.0
+        return replace(self, debias=debias, freeze=freeze, temperature=temperature)
 
 
 #: Weights per sample from which on several weights stand for what the data determine once.

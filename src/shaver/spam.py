@@ -26,7 +26,7 @@ from shaver.naming import check_count, check_name
 from shaver.priors import Grouping, make_prior
 from shaver.ranks import Ranks, held_parameters, unwrapped
 from shaver.selection import Selection
-from shaver.settings import Settings, fitting_temperature, settings_for
+from shaver.settings import Settings, settings_for
 from shaver.shards import check_settings, joined, rows_of
 from shaver.stepping import (
     Factors,
@@ -98,7 +98,7 @@ class SpaM:
         **options: Any,
     ) -> None:
         check_name("structure", structure, STRUCTURES)
-        self.settings = settings = settings_for(structure, settings, options)
+        settings = settings_for(structure, settings, options)
         self.data_size = check_count("data_size, the number of training samples,", data_size)
         self.seed = check_count("seed", seed, 0)
         total_steps = None if total_steps is None else check_count("total_steps", total_steps)
@@ -109,13 +109,13 @@ class SpaM:
         self.likelihood = get_likelihood(likelihood)
         self.noise = NoiseLearner(self.likelihood)
         self.theta = trainable_parameters(model)
-        # each weight has its own δ, and no learned noise weights the data
-        fits_freely = prior == "parameter" and not self.noise.is_learned
-        self._debiases = settings.online and fits_freely if settings.debias is None else settings.debias
+        self.settings = settings = settings.completed(
+            has_own=prior == "parameter" and not self.noise.is_learned,
+            weights=self._weights(),
+            data_size=self.data_size,
+            total_steps=total_steps,
+        )
         self.temperature = settings.temperature or 1.0
-        if settings.temperature is None and fits_freely:
-            debiased = self._debiases and total_steps is not None and settings.freeze < 1
-            self.temperature = fitting_temperature(self._weights(), self.data_size, debiased=debiased)
         self.scale_free, self.watch = ScaleFree(self.theta), Watch(self.data_size)
         self.timetable = Timetable(settings, total_steps, self.watch, per_weight=prior == "parameter")
         self._held = held_parameters(self.theta, self.ranks)
@@ -272,7 +272,7 @@ class SpaM:
         self.timetable.steps += 1
         if self.settings.proximal and self.steps % 10 == 0:
             clear_vanished(self.theta.values())
-        if self._debiases and self.timetable.is_frozen and not self._is_debiased:
+        if self.settings.debias and self.timetable.is_frozen and not self._is_debiased:
             self.debias()
         if self.online is None:
             return

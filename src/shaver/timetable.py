@@ -39,7 +39,7 @@ class Timetable:
         self._settings, self._watch = settings, watch
         self.every, self.update = pace(settings, total_steps, per_weight=per_weight) if settings.online else (1, 1)
         self._is_stopped = False
-        self._latest = LATEST * settings.freeze
+        self._latest = LATEST * settings.learned_until
         is_short = self._latest * (total_steps or 0) < 4 * WINDOW * self.every  # too short to see whether it settles
         if is_short or not per_weight:  # a δ that many weights share is learned slowly
             self._latest = _usual_start(settings)
@@ -51,7 +51,7 @@ class Timetable:
     @property
     def is_frozen(self) -> bool:
         """Whether δ no longer changes."""
-        known = self.total_steps is not None and self.steps > self._settings.freeze * self.total_steps
+        known = self.total_steps is not None and self.steps > self._settings.learned_until * self.total_steps
         return self._is_stopped or known
 
     @property
@@ -115,13 +115,13 @@ def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True
     update = settings.update or USUAL
     begins = _usual_start(settings) if settings.burn_in is None else settings.burn_in
     if settings.update is None and total_steps is not None:
-        span = (settings.freeze - begins) * total_steps
+        span = (settings.learned_until - begins) * total_steps
         shortest = max(int(span / UPDATES), min(5, int(span / 5)), 1) if per_weight else max(int(span / 5), 1)
         update = min(update, shortest)
-    if total_steps is not None and int(settings.freeze * total_steps / update) * update <= begins * total_steps:
+    if total_steps is not None and int(settings.learned_until * total_steps / update) * update <= begins * total_steps:
         warnings.warn(
             f"δ will not be updated in {total_steps} steps with update={update}, burn_in={begins:g} and "
-            f"freeze={settings.freeze:g}, so SpaM has no effect; leave update= out, or train longer.",
+            f"freeze={settings.learned_until:g}, so SpaM has no effect; leave update= out, or train longer.",
             stacklevel=4,
         )
     return settings.every or max(1, min(15 if per_weight else 10, update // 3)), update
@@ -129,4 +129,4 @@ def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True
 
 def _usual_start(settings: Settings) -> float:
     """The share of a training after which δ is usually learned."""
-    return min(USUALLY, settings.freeze / 2)
+    return min(USUALLY, settings.learned_until / 2)

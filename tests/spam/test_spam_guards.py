@@ -24,7 +24,7 @@ def test_a_short_training_looks_and_learns_more_often(steps: int | None, expecte
 def test_a_shared_delta_is_updated_less_often():
     spam = SpaM(mlp(), N, total_steps=800)
     shared = SpaM(mlp(), N, total_steps=800, prior="unit")
-    assert (spam.timetable.update, shared.timetable.update) == (12, 50)
+    assert (spam.timetable.update, shared.timetable.update) == (10, 50)
     assert pace(Settings(), 100, per_weight=False) == (4, 12)
     assert pace(Settings(), 10_000, per_weight=False) == (10, 50)
 
