@@ -190,7 +190,7 @@ def run(name: str, label: str, seed: int, split: str) -> dict[str, Any]:
 def report(rows: list[dict[str, Any]]) -> str:
     """A Markdown table per split: mean ± standard error, and which of the three bounds are kept.
 
-    The bounds are points below the best MAP's dense accuracy, or one standard error of the difference if that is more.
+    The bounds are points below the best MAP's dense accuracy, or one standard error of its mean if that is more.
     """
     lines = []
     for split in dict.fromkeys(row["split"] for row in rows):
@@ -202,18 +202,18 @@ def report(rows: list[dict[str, Any]]) -> str:
             by: dict[str, list[dict[str, Any]]] = {}
             for row in sorted(mine, key=lambda row: (not row["training"].startswith("MAP"), row["training"])):
                 by.setdefault(row["training"], []).append(row)
-            plain = [(mean_of(of, "dense"), of) for label, of in by.items() if label.startswith("MAP")]
-            (best, _), own = max(plain, key=lambda pair: pair[0][0]) if plain else ((math.nan, 0.0), [])
+            best = max(
+                (mean_of(of, "dense") for label, of in by.items() if label.startswith("MAP")), default=(math.nan, 0)
+            )
             for label, of in by.items():
                 cells, kept = [], []
                 for column in columns:
                     mean, error = mean_of(of, column)
-                    cells.append(f"{mean:.2f} ± {error:.2f}" if len(of) > 1 else f"{mean:.2f}")
+                    cells.append(
+                        "–" if math.isnan(mean) else f"{mean:.2f} ± {error:.2f}" if len(of) > 1 else f"{mean:.2f}"
+                    )
                     if column in BOUNDS and not label.startswith("MAP"):
-                        pairs = {row["seed"]: float(row["dense"]) for row in own}
-                        gaps = [pairs[r["seed"]] - float(r[column]) for r in of if r["seed"] in pairs]
-                        spread = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
-                        kept.append("yes" if best - mean <= max(BOUNDS[column], spread) + 1e-9 else "no")
+                        kept.append("yes" if best[0] - mean <= max(BOUNDS[column], best[1]) + 1e-9 else "no")
                 nll = statistics.fmean(float(row["nll"]) for row in of)
                 lines.append(
                     f"| {name} | {label} | {len(of)} | " + " | ".join(cells) + f" | {nll:.3f} | {', '.join(kept)} |"

@@ -103,16 +103,16 @@ def apply_prior(
             with kept_norms([weight], scale_free) if weight in scale_free else nullcontext():
                 precision = precision.expand_as(own)
                 for rows in row_pieces(own):
-                    step = effective_step(optimizer, group, weight, rows)
-                    part, count = own[rows], precision[rows]
-                    if isinstance(step, Tensor):
-                        factor = _proximal(torch.addcmul(step.new_ones(()), count, step, value=strength))
-                        if part.ndim > 1:
-                            _multiply(part, factor)
-                        else:
-                            part.mul_(factor)
+                    rate, size = _rate_and_size(optimizer, group, weight, rows)
+                    part, pull = own[rows], precision[rows] * (rate * strength)
+                    if size is None:
+                        part.mul_(_proximal(pull.add_(1.0)))
+                        continue
+                    factor = torch.threshold_(size.div_(pull.add_(size)), NEGLIGIBLE, 0.0)
+                    if part.ndim > 1:
+                        _multiply(part, factor)
                     else:
-                        part.mul_(_proximal(torch.add(_ONE, count, alpha=step * strength)))
+                        part.mul_(factor)
         if together:
             torch._foreach_mul_(*map(list, zip(*together, strict=True)))
 
@@ -200,29 +200,35 @@ def effective_step(
         parameter: The parameter. If it is sharded, the result has this rank's rows.
         rows: Only these rows. Default: all.
     """
-    lr = float(group["lr"])
+    rate, size = _rate_and_size(optimizer, group, parameter, rows)
+    return rate if size is None else size.reciprocal_().mul_(rate)
+
+
+def _rate_and_size(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, rows: slice | EllipsisType
+) -> tuple[float, Tensor | None]:
+    """The effective step is rate/size for each weight, or the rate where the size is None. The size is a new tensor."""
+    lr, eps = float(group["lr"]), float(group.get("eps", 0.0))
     state = optimizer.state.get(parameter, {})
-    square: Tensor
 
     def of(name: str) -> Tensor:
         return local(state[name])[rows]
 
     if "exp_avg_sq" in state:  # Adam, AdamW, NAdam, RAdam
+        unbiased = math.sqrt(1.0 - float(group["betas"][1]) ** float(state["step"]))
         square = of("max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
-        square = square / (1.0 - float(group["betas"][1]) ** float(state["step"]))
-    elif "acc_delta" in state:  # Adadelta: both roots have ε inside
-        ratio: Tensor = (of("acc_delta") + group["eps"]).div_(of("square_avg") + group["eps"])
-        return ratio.sqrt_().mul_(lr)
-    elif "square_avg" in state:  # RMSprop
+        return lr * unbiased, square.sqrt().add_(eps * unbiased)
+    if "acc_delta" in state:  # Adadelta: both roots have ε inside
+        return lr, (of("square_avg") + eps).div_(of("acc_delta") + eps).sqrt_()
+    if "square_avg" in state:  # RMSprop
         lr /= 1 - float(group["momentum"])
         square = of("square_avg")
-        square = square.addcmul(of("grad_avg"), of("grad_avg"), value=-1) if group["centered"] else square.clone()
-    elif "sum" in state:  # Adagrad
-        lr /= 1 + (float(state["step"]) - 1) * float(group["lr_decay"])
-        square = of("sum").clone()
-    else:
-        return _shared_step(group)
-    return square.sqrt_().add_(group["eps"]).reciprocal_().mul_(lr)
+        if group["centered"]:
+            square = square.addcmul(of("grad_avg"), of("grad_avg"), value=-1)
+        return lr, square.sqrt().add_(eps)
+    if "sum" in state:  # Adagrad
+        return lr / (1 + (float(state["step"]) - 1) * float(group["lr_decay"])), of("sum").sqrt().add_(eps)
+    return _shared_step(group), None
 
 
 def _shared_step(group: Mapping[str, Any]) -> float:
