@@ -195,36 +195,52 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = []
     for split in dict.fromkeys(row["split"] for row in rows):
         columns = ["dense", *COLUMNS]
-        lines += [f"\n{split} split\n", f"| task | training | seeds | {' | '.join(columns)} | NLL | kept |"]
-        lines.append("|---|---|--:|" + "--:|" * len(columns) + "--:|---|")
+        heads = ["task", "training", "seeds", "difference from MAP", *columns, "NLL", "bounds kept"]
+        lines += [f"\n{split} split\n", f"| {' | '.join(heads)} |", "|---|---|" + "--:|" * (len(heads) - 3) + "---|"]
         for name in TASKS:
-            mine = [row for row in rows if row["split"] == split and row["task"] == name]
             by: dict[str, list[dict[str, Any]]] = {}
-            for row in sorted(mine, key=lambda row: (not row["training"].startswith("MAP"), row["training"])):
-                by.setdefault(row["training"], []).append(row)
-            best = max(
-                (mean_of(of, "dense") for label, of in by.items() if label.startswith("MAP")), default=(math.nan, 0)
-            )
+            for row in sorted(rows, key=lambda row: (not row["training"].startswith("MAP"), row["training"])):
+                if (row["split"], row["task"]) == (split, name):
+                    by.setdefault(row["training"], []).append(row)
+            plain = [of for label, of in by.items() if label.startswith("MAP")]
+            best = max(plain, key=lambda of: mean_of(of, "dense")[0], default=[])
+            usual, error = mean_of(best, "dense")
+            dense = {row["seed"]: float(row["dense"]) for row in best}
             for label, of in by.items():
-                cells, kept = [], []
-                for column in columns:
-                    mean, error = mean_of(of, column)
-                    cells.append(
-                        "–" if math.isnan(mean) else f"{mean:.2f} ± {error:.2f}" if len(of) > 1 else f"{mean:.2f}"
+                cells, difference, kept = [shown(*mean_of(of, column)) for column in columns], "–", "–"
+                if best and not label.startswith("MAP"):
+                    pairs = [float(row["dense"]) - dense[row["seed"]] for row in of if row["seed"] in dense]
+                    difference = shown(*mean_and_error(pairs), sign="+")
+                    kept = ", ".join(
+                        column.removesuffix(", repaired")
+                        for column, bound in BOUNDS.items()
+                        if usual - mean_of(of, column)[0] <= max(bound, 0.0 if math.isnan(error) else error) + 1e-9
                     )
-                    if column in BOUNDS and not label.startswith("MAP"):
-                        kept.append("yes" if best[0] - mean <= max(BOUNDS[column], best[1]) + 1e-9 else "no")
                 nll = statistics.fmean(float(row["nll"]) for row in of)
                 lines.append(
-                    f"| {name} | {label} | {len(of)} | " + " | ".join(cells) + f" | {nll:.3f} | {', '.join(kept)} |"
+                    f"| {' | '.join([name, label, str(len(of)), difference, *cells, f'{nll:.3f}', kept or 'none'])} |"
                 )
     return "\n".join(lines) + "\n"
 
 
+def shown(mean: float, error: float, sign: str = "") -> str:
+    """A mean with its standard error, if there is one."""
+    if math.isnan(mean):
+        return "–"
+    text = f"{mean:{sign}.2f}".replace("-", "−")
+    return text if math.isnan(error) else f"{text} ± {error:.2f}"
+
+
 def mean_of(rows: list[dict[str, Any]], column: str) -> tuple[float, float]:
-    """Mean and standard error."""
-    values = [float(row[column]) for row in rows]
-    return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    """Mean of a column, and its standard error."""
+    return mean_and_error([float(row[column]) for row in rows])
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Mean and standard error; not a number where there are too few values."""
+    mean = statistics.fmean(values) if values else math.nan
+    known = len(values) > 1 and not math.isnan(mean)
+    return mean, statistics.stdev(values) / len(values) ** 0.5 if known else math.nan
 
 
 def main() -> None:

@@ -320,7 +320,7 @@ class SpaM:
     def freeze(self) -> None:
         """Stop learning δ, so that the weights settle.
 
-        For trainings without ``total_steps``: call it when the last third of the training begins.
+        For trainings without ``total_steps``: call it when the last 40 % of the training begin.
         """
         self.timetable.freeze()
 
