@@ -14,7 +14,15 @@ from shaver.lab.report import frame as frames
 from shaver.lab.report.formats import comma_separated, latex, markdown, terminal
 from shaver.lab.report.frame import Estimate
 from shaver.lab.report.names import METRICS, in_order
-from shaver.lab.report.tables import kept, quality_table, scoring_table, size_table, summary_table, training_table
+from shaver.lab.report.tables import (
+    kept,
+    quality_table,
+    removable,
+    scoring_table,
+    size_table,
+    summary_table,
+    training_table,
+)
 
 ACCURACY, NLL = METRICS[:2]
 
@@ -172,7 +180,17 @@ def test_kept_is_the_sparsity_before_the_first_fall():
     rows = [row("map", "dense", 0.0, 0.90), *(row("map", "opd", s, a) for s, a in
             ((0.2, 0.91), (0.5, 0.89), (0.8, 0.70), (0.9, 0.90)))]  # fmt: skip
     assert kept(experiments(rows)[0]) == {"map": 0.5}
-    assert summary_table(experiments(rows)).lines[0].entries[0].text == "50 %"
+    (line,) = summary_table(experiments(rows)).lines
+    assert (line.labels, line.entries[0].text) == (("toy", "OPD"), "50 %")
+
+
+def test_repaired_networks_have_a_line_of_their_own():
+    rows = [row("map", "dense", 0.0, 0.90), *(row("map", "opd", s, a, stage=stage) for stage, s, a in
+            (("posthoc", 0.5, 0.85), ("repaired", 0.5, 0.90), ("repaired", 0.8, 0.89)))]  # fmt: skip
+    assert removable(experiments(rows)[0]) == {"OPD": {"map": 0.0}, "OPD, repaired": {"map": 0.8}}
+    pruned, repaired = summary_table(experiments(rows)).lines
+    assert [pruned.labels, repaired.labels] == [("toy", "OPD"), ("toy", "OPD, repaired")]
+    assert (pruned.entries[0].text, repaired.entries[0].text) == ("0 %", "80 %")
 
 
 def test_times_compare_with_map_and_sizes_stand_side_by_side():

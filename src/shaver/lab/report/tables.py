@@ -104,38 +104,46 @@ def quality_table(experiment: Experiment, metric: Metric) -> Table | None:
     return _without_constant_labels(table, keep=2)
 
 
-def kept(experiment: Experiment, drop: float = 0.01) -> dict[str, float]:
+def kept(experiment: Experiment, stage: str | None = None, drop: float = 0.01) -> dict[str, float]:
     """By method, the highest sparsity up to which accuracy stays within ``drop`` of the dense network's.
 
-    The networks are pruned by the main criterion in the first stage. A curve that rises again after a fall does not
-    count.
+    The networks are pruned by the main criterion, in the given stage or the first one. A curve that rises again after
+    a fall does not count.
     """
     found: dict[str, float] = {}
     for variant in experiment.main_variants():
         if variant in experiment.failures and experiment.failures[variant].is_total:
             continue
         wanted = (variant, experiment.main_criterion)
-        curves = (c.values("accuracy") for c in experiment.curves if (c.variant, c.criterion) == wanted)
-        if values := next((values for values in curves if 0.0 in values), None):
+        own = [c for c in experiment.curves if (c.variant, c.criterion) == wanted and stage in (None, c.stage)]
+        if values := next((values for curve in own if 0.0 in (values := curve.values("accuracy"))), {}):
             least = values[0.0].mean - drop - 1e-9
             fall = next((place for place, point in enumerate(values.values()) if point.mean < least), len(values))
             found[variant.method] = list(values)[fall - 1]
     return found
 
 
+def removable(experiment: Experiment) -> dict[str, dict[str, float]]:
+    """How the networks were pruned → :func:`kept`. Networks that were also repaired come last."""
+    criterion = CRITERION_NAMES[experiment.main_criterion]
+    found = {criterion: kept(experiment)}
+    if "repaired" in experiment.stages[1:]:
+        found[f"{criterion}, {STAGE_NAMES['repaired']}"] = kept(experiment, "repaired")
+    return {how: reached for how, reached in found.items() if reached}
+
+
 def summary_table(experiments: Sequence[Experiment]) -> Table | None:
-    """One line per experiment: how much can be removed."""
-    reached = [(e, kept(e)) for e in experiments]
-    methods = in_order((method for _, found in reached for method in found), METHOD_NAMES)
+    """One line per experiment and way of pruning: how much can be removed."""
+    found = [(e.title, how, reached) for e in experiments for how, reached in removable(e).items()]
+    methods = in_order((method for _, _, reached in found for method in reached), METHOD_NAMES)
     if not methods:
         return None
     lines = tuple(
         Line(
-            (e.title, CRITERION_NAMES[e.main_criterion]),
-            tuple(Entry(f"{percent(found[m])} %", value=found[m]) if m in found else EMPTY for m in methods),
+            (title, how),
+            tuple(Entry(f"{percent(reached[m])} %", value=reached[m]) if m in reached else EMPTY for m in methods),
         )
-        for e, found in reached
-        if found
+        for title, how, reached in found
     )
     return Table(
         name="summary",

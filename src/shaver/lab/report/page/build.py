@@ -17,9 +17,9 @@ from shaver.lab.report.frame import QUANTITIES, Curve, Estimate, Experiment, tra
 from shaver.lab.report.names import CRITERION_NAMES, METHOD_NAMES, METRICS, STAGE_NAMES, Names, in_order
 from shaver.lab.report.tables import (
     failure_notes,
-    kept,
     percent,
     quality_table,
+    removable,
     scoring_table,
     size_table,
     training_table,
@@ -117,9 +117,8 @@ def _header(experiments: Sequence[Experiment], sources: Sequence[RunFolder]) -> 
     cards = []
     for e in experiments:
         failures = {v.method: str(f) for v, f in e.failures.items() if v in e.main_variants()}
-        if (reached := kept(e)) or failures:
-            criterion = CRITERION_NAMES[e.main_criterion]
-            cards.append({"title": e.title, "criterion": criterion, "reached": reached, "failures": failures})
+        if (reached := removable(e)) or failures:
+            cards.append({"title": e.title, "reached": reached, "failures": failures})
     return {
         "title": experiments[0].title if len(experiments) == 1 else title,
         "lead": lead,
