@@ -4,7 +4,7 @@ r"""Dense accuracy and accuracy after pruning on eleven small tasks: MAP and Spa
     python benchmarks/tasks.py --seeds 2                    # all tasks, test split
     python benchmarks/tasks.py --report                     # the table of the rows that the file has
 
-MAP is ordinary training with weight decay, 1/N and one other value. Networks are pruned by OPD (optimal posterior
+MAP is ordinary training with weight decay 1/N. Networks are pruned by OPD (optimal posterior
 damage) without fine-tuning, once by masks alone (BatchNorm statistics are measured again) and once with repair from
 unlabelled training samples. On CIFAR-10 the repair ends with twenty passes over the training images, without labels, in
 which all layers are fitted together; 98 % is left out there. Every training adds one row to the CSV file, and rows that
@@ -150,7 +150,7 @@ def run(name: str, label: str, seed: int, split: str) -> dict[str, Any]:
     model = build(task, seed)
     method = "map" if label.startswith("MAP") else "spam"
     own = parse_settings(label.partition(" ")[2])
-    training = task.training | {key: own.pop(key) for key in ("optimizer", "lr") if key in own}
+    training = task.training | {key: own.pop(key) for key in ("optimizer", "lr", "schedule") if key in own}
     began = time.process_time()
     history = shaver.fit(
         model, train, method=method, epochs=task.epochs, batch_size=task.batch_size, seed=seed,
@@ -247,8 +247,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--split", choices=("test", "valid"), default="test")
-    parser.add_argument("--set", action="append", help="settings of SpaM, optimizer and lr: a=1,b=2; may be repeated")
-    parser.add_argument("--decay", type=float, nargs="*", default=[], help="further weight decays of MAP")
+    parser.add_argument("--set", action="append", help="settings of SpaM and of the training: a=1,b=2; may be repeated")
+    parser.add_argument("--map", action="append", help="the same for MAP: lr=0.001, weight_decay=0.005, …")
     parser.add_argument("--seeds", type=int, nargs="+", help="the seeds; each task has its own number if left out")
     parser.add_argument("--no-map", action="store_true", help="train SpaM only")
     parser.add_argument("--out", type=Path, default=Path("docs/results/tasks.csv"))
@@ -257,7 +257,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
     known = {(row["task"], row["training"], int(row["seed"]), row["split"]) for row in rows}
-    labels = [] if asked.no_map else ["MAP", *(f"MAP weight_decay={decay:g}" for decay in asked.decay)]
+    labels = [] if asked.no_map else [f"MAP {text}".strip() for text in asked.map or [""]]
     labels += [f"SpaM {text}".strip() for text in asked.set or [""]]
     wanted = [
         (name, label, seed, asked.split)

@@ -39,12 +39,13 @@ class Settings:
             :class:`shaver.watch.Watch`, but after four sevenths of the time before the freeze at the latest (a
             tenth of ``total_steps``, if weights share a δ). A number is a share of ``total_steps``; 0 begins at once.
             By epochs: number of epochs, by default none.
-        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle. Default: 0.6 with
-            ``debias``, else 0.7.
+        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle. Default: 0.7, or
+            0.6 if ``debias`` is not False.
         debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
             longer pulls them, and removed weights may return a little, which restores the accuracy before pruning. The
             posterior then has the δ of highest evidence at the weights in the end. Default: online, if each weight has
-            its own δ and no noise is learned.
+            its own δ and no noise is learned, as soon as the learning rate is at most half of its highest value; at a
+            higher one the training may become unstable. True: at the freeze in any case.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see
             :meth:`share`. Embedding tables do not move.
@@ -118,7 +119,7 @@ class Settings:
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
     def completed(self, *, has_own: bool, weights: int, data_size: int, total_steps: int | None) -> "Settings":
-        """The settings with a value for ``debias``, ``freeze`` and ``temperature``.
+        """The settings with a value for ``freeze`` and ``temperature``, and False for ``debias`` where it may not be.
 
         Args:
             has_own: Whether each weight has its own δ and no noise is learned.
@@ -126,11 +127,11 @@ class Settings:
             data_size: Number of training samples.
             total_steps: Number of steps of the whole training, or None.
         """
-        debias = self.online and has_own if self.debias is None else self.debias
-        freeze = FREEZE_TO_DEBIAS if self.freeze is None and debias else self.learned_until
+        debias = False if self.debias is None and not (self.online and has_own) else self.debias
+        freeze = FREEZE_TO_DEBIAS if self.freeze is None and debias is not False else self.learned_until
         temperature = self.temperature
         if temperature is None:
-            debiased = debias and total_steps is not None and freeze < 1
+            debiased = debias is not False and total_steps is not None and freeze < 1
             temperature = fitting_temperature(weights, data_size, debiased=debiased) if has_own else 1.0
         return replace(self, debias=debias, freeze=freeze, temperature=temperature)
 

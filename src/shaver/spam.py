@@ -272,8 +272,12 @@ class SpaM:
         self.timetable.steps += 1
         if self.settings.proximal and self.steps % 10 == 0:
             clear_vanished(self.theta.values())
-        if self.settings.debias and self.timetable.is_frozen and not self._is_debiased:
-            self.debias()
+        if self.settings.debias is not False and not self._is_debiased:
+            names: dict[Tensor, str] = {p: name for name, p in self.theta.items()}
+            for optimizer in optimizers:
+                self.timetable.note_rates(optimizer, names)
+            if self.timetable.releases:
+                self.debias()
         if self.online is None:
             return
         self.online.every = self.timetable.spacing

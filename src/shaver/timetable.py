@@ -1,7 +1,11 @@
-"""When SpaM measures curvature and when it updates δ: burn-in, pace, pauses after harm, freeze."""
+"""When SpaM measures curvature and when it updates δ: burn-in, pace, pauses after harm, freeze, release."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from shaver.settings import USUAL, Settings
 from shaver.watch import WINDOW, Watch
@@ -16,6 +20,8 @@ USUALLY = 0.1
 #: When δ is learned even if the loss has not settled: after this share of the time before the freeze or, if the length
 #: is unknown, after this many measured losses. The loss of weights that were trained before may not fall at all.
 LATEST, PATIENCE = 4 / 7, 100
+#: The learning rate has fallen when it is at most this share of its highest value.
+FALLEN = 0.5
 
 
 class Timetable:
@@ -39,6 +45,7 @@ class Timetable:
         self._settings, self._watch = settings, watch
         self.every, self.update = pace(settings, total_steps, per_weight=per_weight) if settings.online else (1, 1)
         self._is_stopped = False
+        self._rates: dict[str, tuple[float, float]] = {}
         self._latest = LATEST * settings.learned_until
         is_short = self._latest * (total_steps or 0) < 4 * WINDOW * self.every  # too short to see whether it settles
         if is_short or not per_weight:  # a δ that many weights share is learned slowly
@@ -71,6 +78,23 @@ class Timetable:
         """Whether δ is updated after this step."""
         return not self.steps % self.update and self.has_begun and not self.is_frozen
 
+    def note_rates(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+        """Note the newest and the highest learning rate of each group of parameters, by its first parameter's name."""
+        for group in optimizer.param_groups:
+            if name := next((names[p] for p in group["params"] if p in names), None):
+                rate = float(group["lr"])
+                self._rates[name] = rate, max(rate, self._rates.get(name, (0.0, 0.0))[1])
+
+    @property
+    def releases(self) -> bool:
+        """Whether the weights leave the learned prior (``debias``): δ is frozen, and the learning rate has fallen.
+
+        δ damps the steps of the weights that it has removed. Without it, a step size that was stable may not be.
+        """
+        if self._settings.debias is not None or not self.is_frozen:
+            return self._settings.debias is True and self.is_frozen
+        return all(rate <= FALLEN * highest for rate, highest in self._rates.values())
+
     @property
     def is_epoch_due(self) -> bool:
         """By epochs: whether δ is updated after this epoch. ``burn_in`` and ``frequency`` count epochs."""
@@ -96,11 +120,12 @@ class Timetable:
 
     def state(self) -> dict[str, Any]:
         """Everything needed to resume."""
-        return {"steps": self.steps, "epochs": self.epochs, "is_frozen": self._is_stopped}
+        return {"steps": self.steps, "epochs": self.epochs, "is_frozen": self._is_stopped, "rates": dict(self._rates)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self.steps, self.epochs, self._is_stopped = state["steps"], state["epochs"], state["is_frozen"]
+        self._rates = {name: (rate, highest) for name, (rate, highest) in state["rates"].items()}
 
 
 def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True) -> tuple[int, int]:

@@ -494,18 +494,56 @@ def test_the_posterior_of_debiased_weights_has_the_best_delta_at_the_weights():
 
 
 def test_by_default_the_weights_leave_the_learned_prior_where_each_has_its_own():
-    def debiases(**options: Any) -> bool:
+    def debiases(fall: float = 0.5, **options: Any) -> bool:
         model = mlp()
         spam = SpaM(model, **({"data_size": N, "total_steps": 20, "freeze": 0.5} | QUICK | options))
-        train(model, spam, sgd(model), split(blobs()), 3)
+        optimizer = sgd(model)
+        train(model, spam, optimizer, split(blobs()), 2)
+        optimizer.param_groups[0]["lr"] *= fall
+        train(model, spam, optimizer, split(blobs()))
         return bool((spam.delta_by_parameter()[model[0].weight] == 1.0).all())
 
     assert debiases()
     assert debiases(temperature=0.5)
+    assert not debiases(fall=0.6), "the learning rate is high"
+    assert debiases(fall=0.6, debias=True)
     assert not debiases(prior="unit")
     assert not debiases(likelihood="regression", loss="mean")
     assert not debiases(settings=FINE_TUNING, update=3, burn_in=0.0)
     assert not debiases(freeze=1.0)
+
+
+@pytest.mark.parametrize("how", ["step", "attached", "one by one"])
+def test_weights_leave_the_learned_prior_when_every_learning_rate_has_fallen(how: str):
+    """Also if the training was resumed after the highest learning rate, and several optimizers have their own."""
+    model, batches = mlp(), split(blobs())
+    optimizers = [sgd(model[0]), torch.optim.Adam(model[2].parameters(), lr=0.001)]
+    spam = SpaM(model, N, total_steps=1000, freeze=0.001, update=1, every=1)
+    if how == "attached":
+        spam.attach(*optimizers)
+
+    def used() -> float:
+        """The first δ after another step."""
+        F.cross_entropy(model(batches[0][0]), batches[0][1]).backward()
+        if how == "step":
+            spam.step(*optimizers)
+        else:
+            for optimizer in optimizers:
+                optimizer.step() if how == "attached" else spam.step(optimizer)
+        return float(spam.delta_by_parameter()[model[0].weight].flatten()[0])
+
+    learned = [used() for _ in range(3)][-1]
+    assert learned != 1.0
+    optimizers[0].param_groups[0]["lr"] *= 0.4
+    assert used() == learned
+    state = spam.state_dict()
+    spam.close()
+    spam = SpaM(model, N, total_steps=1000, freeze=0.001, update=1, every=1)
+    spam.load_state_dict(state)
+    if how == "attached":
+        spam.attach(*optimizers)
+    optimizers[1].param_groups[0]["lr"] *= 0.4
+    assert [used() for _ in range(2)][-1] == 1.0
 
 
 def test_curvature_is_measured_often_only_where_it_is_needed():
