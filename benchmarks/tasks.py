@@ -40,6 +40,8 @@ BOUNDS = {"dense": 0.2, "90 %, repaired": 0.5, "95 %, repaired": 1.0}
 IMAGES, REVIEWS = (2_000, 250), (256, 64)
 #: Reviews are cut to this many words; other words than the most frequent ones are all the same.
 WORDS, VOCABULARY = 64, 4000
+#: Schedules beside those of :func:`shaver.fit`: share of the training so far → share of the learning rate.
+SCHEDULES = {"linear": lambda share: 1.0 - share, "halved": lambda share: 1.0 if share < 0.5 else 0.5}
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ def run(name: str, label: str, seed: int, split: str) -> dict[str, Any]:
     method = "map" if label.startswith("MAP") else "spam"
     own = parse_settings(label.partition(" ")[2])
     training = task.training | {key: own.pop(key) for key in ("optimizer", "lr", "schedule") if key in own}
+    if training.get("schedule") in SCHEDULES:
+        training["schedule"] = SCHEDULES[training["schedule"]]
     began = time.process_time()
     history = shaver.fit(
         model, train, method=method, epochs=task.epochs, batch_size=task.batch_size, seed=seed,

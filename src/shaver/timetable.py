@@ -21,7 +21,7 @@ USUALLY = 0.1
 #: is unknown, after this many measured losses. The loss of weights that were trained before may not fall at all.
 LATEST, PATIENCE = 4 / 7, 100
 #: The learning rate has fallen when it is at most this share of its highest value.
-FALLEN = 0.5
+FALLEN = 0.4
 
 
 class Timetable:
