@@ -13,8 +13,8 @@ LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
 
 #: Steps between two updates of δ, unless the training is short.
 USUAL = 50
-#: Share of a training after which δ is frozen: usually, and where the weights then leave the learned prior. They need
-#: time for that.
+#: Share of a training after which δ is frozen. It is lower if the weights then leave the learned prior, because they
+#: need time to recover.
 FREEZE, FREEZE_TO_DEBIAS = 0.7, 0.6
 
 
@@ -37,15 +37,15 @@ class Settings:
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
         burn_in: When the first update of δ may come. Default: once the mean loss has settled, see
             :class:`shaver.watch.Watch`, but after four sevenths of the time before the freeze at the latest (a
-            tenth of ``total_steps``, if weights share a δ). A number is a share of ``total_steps``; 0 begins at once.
-            By epochs: number of epochs, by default none.
-        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle. Default: 0.7, or
-            0.6 if ``debias`` is not False.
+            tenth of ``total_steps``, if weights share a δ). A number is a share of ``total_steps``, and has no effect
+            without it; 0 begins at once. By epochs: number of epochs, by default none.
+        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle. Default: 0.6 if
+            the weights may leave the learned prior (``debias``), else 0.7.
         debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
             longer pulls them, and removed weights may return a little, which restores the accuracy before pruning. The
-            posterior then has the δ of highest evidence at the weights in the end. Default: online, if each weight has
-            its own δ and no noise is learned, as soon as the learning rate is at most 40 % of its highest value; at a
-            higher one the training may become unstable. True: at the freeze in any case.
+            posterior then has the δ of highest evidence at the weights in the end. None: online, if each weight has its
+            own δ and no noise is learned, once δ is frozen and every learning rate is at most 40 % of its highest
+            value; at a higher one the training may become unstable. True: at the freeze in any case. False: never.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see
             :meth:`share`. Embedding tables do not move.
@@ -136,7 +136,7 @@ class Settings:
         return replace(self, debias=debias, freeze=freeze, temperature=temperature)
 
 
-#: Weights per sample from which on several weights stand for what the data determine once.
+#: With more weights per sample than this, several weights are taken to share one direction that the data determine.
 MANY = 16
 
 
@@ -151,8 +151,9 @@ def fitting_temperature(weights: int, data_size: int, *, debiased: bool) -> floa
     Args:
         weights: P.
         data_size: N.
-        debiased: Whether the weights leave the learned prior at the end. If not, what δ removes is lost to the network
-            before pruning; then √(N/P), which removes less of a network with 1 to 40 weights per sample, was better.
+        debiased: Whether the weights are expected to leave the learned prior at the end. If not, what δ removes is lost
+            to the network before pruning; then √(N/P), which removes less of a network with 1 to 40 weights per
+            sample, was better.
     """
     ratio = data_size / max(weights, 1)
     return min(1.0, (MANY * ratio) ** 2 if debiased else math.sqrt(ratio))

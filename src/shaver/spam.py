@@ -331,8 +331,8 @@ class SpaM:
     def debias(self) -> None:
         """Train the weights under ``initial_precision`` from now on, so that δ no longer pulls them to zero.
 
-        Called at the freeze, see :class:`shaver.settings.Settings`; pruning during training can call it once its masks
-        are final. δ is still learned until the freeze.
+        Called after the freeze, see :attr:`shaver.timetable.Timetable.releases`; pruning during training can call it
+        once its masks are final. δ is still learned until the freeze.
         """
         self._is_debiased = True
         self._made_of = []  # forces δ per parameter to be computed again

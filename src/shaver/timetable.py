@@ -16,12 +16,12 @@ IDLE = 4
 #: Updates of δ that a short training should have.
 UPDATES = 40
 #: Share of a training after which the loss usually has settled.
-USUALLY = 0.1
+USUAL_START = 0.1
 #: When δ is learned even if the loss has not settled: after this share of the time before the freeze or, if the length
 #: is unknown, after this many measured losses. The loss of weights that were trained before may not fall at all.
 LATEST, PATIENCE = 4 / 7, 100
-#: The learning rate has fallen when it is at most this share of its highest value.
-FALLEN = 0.4
+#: A learning rate is low if it is at most this share of its highest value.
+LOW = 0.4
 
 
 class Timetable:
@@ -87,13 +87,13 @@ class Timetable:
 
     @property
     def releases(self) -> bool:
-        """Whether the weights leave the learned prior (``debias``): δ is frozen, and the learning rate has fallen.
+        """Whether the weights leave the learned prior: δ is frozen and, without ``debias=True``, all rates are low.
 
         δ damps the steps of the weights that it has removed. Without it, a step size that was stable may not be.
         """
-        if self._settings.debias is not None or not self.is_frozen:
-            return self._settings.debias is True and self.is_frozen
-        return all(rate <= FALLEN * highest for rate, highest in self._rates.values())
+        if self._settings.debias is False or not self.is_frozen:
+            return False
+        return self._settings.debias is True or all(rate <= LOW * highest for rate, highest in self._rates.values())
 
     @property
     def is_epoch_due(self) -> bool:
@@ -109,7 +109,10 @@ class Timetable:
 
     @property
     def spacing(self) -> int:
-        """Steps between curvature measurements: ``every`` while δ is learned, just before and at the end; else more."""
+        """Steps between curvature measurements: ``every``, but more between the freeze and the last steps.
+
+        Also more before ``burn_in``, if it was given.
+        """
         if self.total_steps is None:
             return self.every * (IDLE if self.is_frozen else 1)
         reach = self.every / (1 - self._settings.decay)  # as far back as the average of H reaches
@@ -154,4 +157,4 @@ def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True
 
 def _usual_start(settings: Settings) -> float:
     """The share of a training after which δ is usually learned."""
-    return min(USUALLY, settings.learned_until / 2)
+    return min(USUAL_START, settings.learned_until / 2)

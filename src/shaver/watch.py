@@ -88,7 +88,7 @@ class Watch:
             return None
         fall, noise = _fall(self._losses[:WINDOW], self._losses[WINDOW:])
         before, now = statistics.fmean(self._losses[:WINDOW]), statistics.fmean(self._losses[WINDOW:])
-        if -fall > ERRORS * noise * math.sqrt(2 / WINDOW) and -fall > SHARE * before:
+        if -fall > ERRORS * noise * math.sqrt(2 / WINDOW) and -fall > SHARE * abs(before):
             return f"the training loss rose from {before:.4g} to {now:.4g}"
         return None
 

@@ -69,6 +69,15 @@ def test_a_loss_that_rises_beyond_its_noise_is_harm_and_each_sign_doubles_the_pa
     assert watch.signs == 3
 
 
+def test_a_rise_is_a_share_of_the_loss_also_below_zero():
+    """The negative log likelihood of a regression with little noise is negative."""
+    watch = told(Watch(100), [-5 + e for e in noise(WINDOW, 0.01)])
+    told(watch, [-4.8 + e for e in noise(WINDOW, 0.01)])
+    assert watch.harm(math.nan) is None
+    told(watch, [-4 + e for e in noise(WINDOW, 0.01)])
+    assert watch.harm(math.nan) is not None
+
+
 def test_after_harm_the_timetable_skips_as_many_updates():
     watch = Watch(100)
     timetable = Timetable(Settings(), None, watch, per_weight=True)
