@@ -36,8 +36,8 @@ def test_the_guide_to_training_names_the_defaults():
         (LATEST * defaults.learned_until, defaults.learned_until, defaults.freeze), abs=0.005
     )
     every, update, rarely, unknown = found(
-        r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). While δ is fixed, it measures "
-        r"on every (\d+)th step, or on every (\d+)th if",
+        r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). After the freeze it measures on "
+        r"every (\d+)th step, and on every \d+th near the end; if [^.]* and you called `spam.freeze\(\)`, on every (\d+)th",
         page,
     )
     assert (every, update) == pace(defaults, 10_000)
