@@ -44,7 +44,7 @@ class Settings:
         debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
             longer pulls them, and removed weights may return a little, which restores the accuracy before pruning. The
             posterior then has the δ of highest evidence at the weights in the end. None: online, if each weight has its
-            own δ and no noise is learned, once δ is frozen and every learning rate is at most 40 % of its highest
+            own δ and no noise is learned, once δ is frozen and every learning rate is at most half of its highest
             value; at a higher one the training may become unstable. True: at the freeze in any case. False: never.
         shrink: How far the weights move to the new posterior mean at each update of δ: 1 fully, 0.5 half the way in
             log θ, 0 not at all. If δ is updated more often than every 50 steps, each update moves them less; see

@@ -21,7 +21,7 @@ USUAL_START = 0.1
 #: is unknown, after this many measured losses. The loss of weights that were trained before may not fall at all.
 LATEST, PATIENCE = 4 / 7, 100
 #: A learning rate is low if it is at most this share of its highest value.
-LOW = 0.4
+LOW = 0.5
 
 
 class Timetable:

@@ -494,7 +494,7 @@ def test_the_posterior_of_debiased_weights_has_the_best_delta_at_the_weights():
 
 
 def test_by_default_the_weights_leave_the_learned_prior_where_each_has_its_own():
-    def debiases(fall: float = 0.4, **options: Any) -> bool:
+    def debiases(fall: float = 0.5, **options: Any) -> bool:
         model = mlp()
         spam = SpaM(model, **({"data_size": N, "total_steps": 20, "freeze": 0.5} | QUICK | options))
         optimizer = sgd(model)
@@ -505,8 +505,8 @@ def test_by_default_the_weights_leave_the_learned_prior_where_each_has_its_own()
 
     assert debiases()
     assert debiases(temperature=0.5)
-    assert not debiases(fall=0.5), "the learning rate is high"
-    assert debiases(fall=0.5, debias=True)
+    assert not debiases(fall=0.6), "the learning rate is high"
+    assert debiases(fall=0.6, debias=True)
     assert not debiases(prior="unit")
     assert not debiases(likelihood="regression", loss="mean")
     assert not debiases(settings=FINE_TUNING, update=3, burn_in=0.0)
@@ -534,7 +534,7 @@ def test_weights_leave_the_learned_prior_when_every_learning_rate_has_fallen(how
 
     learned = [used() for _ in range(3)][-1]
     assert learned != 1.0
-    optimizers[0].param_groups[0]["lr"] *= 0.3
+    optimizers[0].param_groups[0]["lr"] *= 0.4
     assert used() == learned
     state = spam.state_dict()
     spam.close()
@@ -542,7 +542,7 @@ def test_weights_leave_the_learned_prior_when_every_learning_rate_has_fallen(how
     spam.load_state_dict(state)
     if how == "attached":
         spam.attach(*optimizers)
-    optimizers[1].param_groups[0]["lr"] *= 0.3
+    optimizers[1].param_groups[0]["lr"] *= 0.4
     assert [used() for _ in range(2)][-1] == 1.0
 
 
