@@ -324,7 +324,7 @@ class SpaM:
     def freeze(self) -> None:
         """Stop learning δ, so that the weights settle.
 
-        For trainings without ``total_steps``: call it when the last 40 % of the training begin.
+        For trainings without ``total_steps``: call it when 60 % of the training are over.
         """
         self.timetable.freeze()
 
