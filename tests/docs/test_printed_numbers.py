@@ -37,7 +37,7 @@ def test_the_guide_to_training_names_the_defaults():
     )
     every, update, rarely, unknown = found(
         r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). After the freeze it measures on "
-        r"every (\d+)th step, and on every \d+th near the end; if [^.]*, on every (\d+)th",
+        r"every (\d+)th step, and on every \d+th near the end; if .*?, on every (\d+)th",
         page,
     )
     assert (every, update) == pace(defaults, 10_000)
