@@ -18,7 +18,7 @@ from shaver.integrations.lightning import SpaMCallback  # noqa: E402
 from shaver.spam import SpaM  # noqa: E402
 
 N, BATCH = 90, 16  # the last batch is smaller
-QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3, "burn_in": 0.0}
+QUICK: dict[str, Any] = {"every": 2, "decay": 0.8, "update": 3, "burn_in": 0.0, "freeze": 0.7}
 
 
 @pytest.fixture(autouse=True)
