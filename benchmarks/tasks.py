@@ -57,7 +57,7 @@ class Task:
     training: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     calibration: tuple[int, int] = IMAGES
-    passes: int = 0  # over all images and their mirror images, in which all layers are fitted together after the repair
+    passes: int = 0  # over all images and their mirror images; they fit all layers together after the repair
     highest: float = 0.98  # sparsity
 
 
