@@ -4,11 +4,11 @@ r"""Dense accuracy and accuracy after pruning on eleven small tasks: MAP and Spa
     python benchmarks/tasks.py --seeds 2                    # all tasks, test split
     python benchmarks/tasks.py --report                     # the table of the rows that the file has
 
-MAP is ordinary training with weight decay 1/N. Networks are pruned by OPD (optimal posterior damage) without
-fine-tuning, once by masks alone (BatchNorm statistics are measured again) and once with repair from unlabelled training
-samples. On CIFAR-10 the repair ends with ten passes over the training images and their mirror images, without labels, in
-which all layers are fitted together; 98 % is left out there. Every training adds one row to the CSV file, and rows that
-the file has are not repeated.
+MAP is ordinary training with weight decay 1/N. Networks are pruned by OPD (optimal posterior damage) without fine-
+tuning, once by masks alone (BatchNorm statistics are measured again) and once with repair from unlabelled training
+samples. On CIFAR-10 the repair ends with ten passes over the training images and their mirror images, without labels,
+in which all layers are fitted together; 98 % is left out there. Every training adds one row to the CSV file, and rows
+that the file has are not repeated.
 The data come from the folder in SHAVER_DATA.
 """
 
