@@ -55,7 +55,11 @@ class Settings:
         method: How δ is updated: ``"fixed_point"``, or ``"gradient"`` for the paper's 100 Adam steps on log δ.
         temperature: T: the likelihood counts 1/T times, both in H and in the loss. Default: see
             :func:`fitting_temperature`.
-        initial_precision: δ before the first update.
+        initial_precision: δ before the first update. It also pulls on the norm of scale-free weights, such as filters
+            before a BatchNorm, during the whole training; a learned δ acts on their direction only.
+        weight_decay: λ, the weight decay of ordinary training with SGD. Sets ``initial_precision`` to λN/T, so that the
+            training has this decay until the first update of δ, and again when the weights have left the learned prior.
+            The optimizer's own must be 0. AdamW's weight decay acts differently; leave it out there.
         bounds: Lowest and highest log δ.
         loss: Reduction of the training loss: ``"mean"``, ``"sum"`` or ``"auto"``, see
             :class:`shaver.curvature.OnlineCurvature`. By epochs it must be a mean.
@@ -75,6 +79,7 @@ class Settings:
     method: str = "fixed_point"
     temperature: float | None = None
     initial_precision: float = 1.0
+    weight_decay: float | None = None
     bounds: tuple[float, float] = LOG_BOUNDS
     loss: str = "auto"
 
@@ -93,9 +98,14 @@ class Settings:
                 check_number(name, getattr(self, name), least=0, most=most)
         if self.decay == 1:
             raise ValueError(f"decay must be below 1, not {self.decay!r}: the average would never change.")
-        for name in ("temperature", "initial_precision"):
+        for name in ("temperature", "weight_decay", "initial_precision"):
             if getattr(self, name) is not None or name == "initial_precision":
                 check_number(name, getattr(self, name), least=0, above=True)
+        if self.weight_decay is not None and self.initial_precision != 1.0:
+            raise ValueError(
+                f"weight_decay={self.weight_decay!r} sets the initial precision, so pass it or "
+                f"initial_precision={self.initial_precision!r}, not both."
+            )
         low, high = (check_number(f"bounds[{i}]", bound) for i, bound in enumerate(self.bounds))
         if not low < high:
             raise ValueError(f"bounds are the lowest and the highest log δ, not {self.bounds!r}.")
@@ -119,7 +129,9 @@ class Settings:
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
     def completed(self, *, has_own: bool, weights: int, data_size: int, total_steps: int | None) -> "Settings":
-        """The settings with a value for ``freeze`` and ``temperature``, and False for ``debias`` where it may not be.
+        """The settings with a value for ``freeze``, ``temperature`` and ``initial_precision``.
+
+        ``debias`` becomes False where the weights may not leave the learned prior.
 
         Args:
             has_own: Whether each weight has its own δ and no noise is learned.
@@ -133,7 +145,10 @@ class Settings:
         if temperature is None:
             debiased = debias is not False and total_steps is not None and freeze < 1
             temperature = fitting_temperature(weights, data_size, debiased=debiased) if has_own else 1.0
-        return replace(self, debias=debias, freeze=freeze, temperature=temperature)
+        own: dict[str, Any] = {"debias": debias, "freeze": freeze, "temperature": temperature}
+        if self.weight_decay is not None:
+            own |= {"initial_precision": self.weight_decay * data_size / temperature, "weight_decay": None}
+        return replace(self, **own)
 
 
 #: With more weights per sample than this, several weights are taken to share one direction that the data determine.
@@ -141,12 +156,12 @@ MANY = 16
 
 
 def fitting_temperature(weights: int, data_size: int, *, debiased: bool) -> float:
-    """The default temperature where each of P weights has its own δ: T = (16 N/P)², or √(N/P), at most 1.
+    """The default temperature where each of P weights has its own δ: T = (16 N/P)³, or √(N/P), at most 1.
 
     With a diagonal curvature each weight is judged as if the others stayed. If K weights stand for one direction that
     the data determine, each has a K-th of the effect, so removing one costs a K²-th of what removing all costs.
-    Counting the data K² times judges each as if all went together. K = P/(16 N) was chosen by measurement; see the page
-    on defaults.
+    Counting the data K² times judges each as if all went together. K² = (P/(16 N))³ was chosen by measurement; see the
+    page on defaults.
 
     Args:
         weights: P.
@@ -156,7 +171,7 @@ def fitting_temperature(weights: int, data_size: int, *, debiased: bool) -> floa
             sample, was better.
     """
     ratio = data_size / max(weights, 1)
-    return min(1.0, (MANY * ratio) ** 2 if debiased else math.sqrt(ratio))
+    return min(1.0, (MANY * ratio) ** 3 if debiased else math.sqrt(ratio))
 
 
 #: For pretrained weights. The prior is part of the gradient, because Adam bounds that step. A proximal step would be

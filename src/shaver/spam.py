@@ -249,12 +249,25 @@ class SpaM:
     def before_step(self, optimizer: Optimizer, strength: float) -> None:
         """Add the prior's gradient, if the prior is part of the objective. ``strength`` is its factor in the loss."""
         if self.in_objective(optimizer):
-            add_prior_gradient(optimizer, self.delta_by_parameter(), strength, self.scale_free.by_parameter)
+            add_prior_gradient(
+                optimizer,
+                self.delta_by_parameter(),
+                strength,
+                self.scale_free.by_parameter,
+                initial=self.settings.initial_precision,
+            )
 
     def after_step(self, optimizer: Optimizer, strength: float) -> None:
         """Take the prior's proximal step, if the prior is not part of the objective."""
         if not self.in_objective(optimizer):
-            apply_prior(optimizer, self.delta_by_parameter(), strength, self.scale_free.by_parameter, self._factors)
+            apply_prior(
+                optimizer,
+                self.delta_by_parameter(),
+                strength,
+                self.scale_free.by_parameter,
+                self._factors,
+                initial=self.settings.initial_precision,
+            )
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Check each set of optimizers once."""

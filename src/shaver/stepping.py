@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from types import EllipsisType
 from typing import Any
 
@@ -43,9 +42,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Iterable[Tenso
             "model wrapped, copied or moved after the optimizer was created? Create the optimizer after that."
         )
     if decay := max(group.get("weight_decay") or 0.0 for group in groups):
+        is_sgd = all(isinstance(optimizer, SGD) for optimizer in optimizers)
+        instead = f"and weight_decay={decay:g} to SpaM" if is_sgd else "(AdamW's default is 0.01)"
         warnings.warn(
             f"the optimizer has weight_decay={decay:g} in addition to SpaM's prior, so weights are pulled to zero "
-            "twice: pass weight_decay=0.0 (AdamW's default is 0.01).",
+            f"twice: pass weight_decay=0.0 to the optimizer {instead}.",
             stacklevel=4,
         )
 
@@ -75,6 +76,8 @@ def apply_prior(
     strength: float,
     scale_free: Mapping[Tensor, int] | None = None,
     factors: Factors | None = None,
+    *,
+    initial: float = 0.0,
 ) -> None:
     """θ ← θ / (1 + η · strength · δ) after the optimizer's step: the proximal step for ½ · strength · θᵀδθ.
 
@@ -86,8 +89,9 @@ def apply_prior(
         optimizer: The optimizer; its own step has just been taken.
         delta: Parameter → precision, broadcastable. Parameters without a precision do not change.
         strength: Factor of the prior in the minimised loss: 1/N for a mean over N samples.
-        scale_free: Parameter → number of groups of rows whose norm is kept; see :mod:`shaver.invariance`.
+        scale_free: Parameter → number of groups of rows whose norm δ leaves as it is; see :mod:`shaver.invariance`.
         factors: The factors of earlier steps, which may be used again.
+        initial: Precision that pulls the scale-free weights, norm included, as weight decay does.
     """
     scale_free, factors = scale_free or {}, Factors() if factors is None else factors
     for group in optimizer.param_groups:
@@ -100,21 +104,32 @@ def apply_prior(
             if isinstance(optimizer, SGD) and own.numel() <= PIECE and weight not in scale_free:
                 together.append((own, factors.of(weight, precision, _shared_step(group) * strength)))
                 continue
-            with kept_norms([weight], scale_free) if weight in scale_free else nullcontext():
-                precision = precision.expand_as(own)
-                for rows in row_pieces(own):
-                    rate, size = _rate_and_size(optimizer, group, weight, rows)
-                    part, pull = own[rows], precision[rows] * (rate * strength)
-                    if size is None:
-                        part.mul_(_proximal(pull.add_(1.0)))
-                        continue
-                    factor = torch.threshold_(size.div_(pull.add_(size)), NEGLIGIBLE, 0.0)
-                    if part.ndim > 1:
-                        _multiply(part, factor)
-                    else:
-                        part.mul_(factor)
+            if weight not in scale_free:
+                _pull(optimizer, group, weight, precision, strength)
+                continue
+            if initial:
+                _pull(optimizer, group, weight, precision.new_tensor(initial), strength)
+            with kept_norms([weight], scale_free):
+                _pull(optimizer, group, weight, precision, strength)
         if together:
             torch._foreach_mul_(*map(list, zip(*together, strict=True)))
+
+
+def _pull(optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, precision: Tensor, strength: float) -> None:
+    """The proximal step of one weight."""
+    own = local(weight)
+    precision = precision.expand_as(own)
+    for rows in row_pieces(own):
+        rate, size = _rate_and_size(optimizer, group, weight, rows)
+        part, pull = own[rows], precision[rows] * (rate * strength)
+        if size is None:
+            part.mul_(_proximal(pull.add_(1.0)))
+            continue
+        factor = torch.threshold_(size.div_(pull.add_(size)), NEGLIGIBLE, 0.0)
+        if part.ndim > 1:
+            _multiply(part, factor)
+        else:
+            part.mul_(factor)
 
 
 @torch.no_grad()
@@ -244,12 +259,14 @@ def add_prior_gradient(
     delta: Mapping[Tensor, Tensor],
     strength: float,
     scale_free: Mapping[Tensor, int] | None = None,
+    *,
+    initial: float = 0.0,
 ) -> None:
     """Add the gradient of ½ · strength · θᵀδθ before the step: weight decay with its own δ per weight.
 
     SGD diverges if δ is too large for its step size, so δ is limited to the value whose step ends at zero. Optimizers
-    that normalise their gradients need no such limit. ``scale_free`` is as in :func:`apply_prior`: for these weights,
-    the part of the gradient that would change the norm is left out.
+    that normalise their gradients need no such limit. ``scale_free`` and ``initial`` are as in :func:`apply_prior`: the
+    part of δ's gradient that would change the norm of scale-free weights is left out.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -260,6 +277,7 @@ def add_prior_gradient(
                 pull = counted * local(p)
                 if scale_free and p in scale_free:
                     remove_radial(pull, local(p), scale_free[p])
+                    pull.add_(local(p), alpha=initial * strength)
                 gradient.add_(pull.to(gradient.dtype))
 
 

@@ -83,19 +83,34 @@ def test_the_gradient_loses_what_would_change_the_norm():
 
 
 @pytest.mark.parametrize("proximal", [True, False])
-def test_the_function_and_its_step_size_do_not_depend_on_the_prior_of_a_scale(proximal: bool):
-    """A prior with one δ per layer acts only on the scale of filters before a BatchNorm: it must not act at all."""
+def test_before_a_norm_a_prior_of_the_scale_acts_only_as_the_initial_weight_decay(proximal: bool):
+    """One δ per layer acts on the scale of filters only. Before a BatchNorm the learned one must not act at all."""
 
-    def trained(precision: float) -> Tensor:
+    def network_and_batches() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         model = network(lambda: nn.BatchNorm2d(8, affine=False))
         for p in model[4].parameters():
             p.requires_grad_(False)
-        spam = SpaM(model, 64, prior="layer", initial_precision=precision, total_steps=10**6, proximal=proximal)
+        return model, split(images(64)) * 4
+
+    def trained(learned: float) -> Tensor:
+        model, batches = network_and_batches()
+        spam = SpaM(model, 64, prior="layer", initial_precision=2.0, total_steps=10**6, proximal=proximal)
         spam.scale_free.groups, spam.scale_free.steps = {"0.weight": 8}, STEPS
-        train(model, spam, sgd(model, 0.05), split(images(64)), 4)
+        for factor in spam.prior.factors:
+            factor.values = torch.full_like(factor.values, learned)
+        train(model, spam, sgd(model, 0.05), batches, 1)
         return model[0].weight.detach()
 
-    torch.testing.assert_close(trained(1e-6), trained(20.0), rtol=1e-9, atol=1e-9)
+    model, batches = network_and_batches()
+    optimizer = sgd(model, 0.05, weight_decay=0.0 if proximal else 2 / 64)
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if proximal:
+            model[0].weight.data /= 1 + 0.05 / (1 - 0.9) * 2 / 64
+    for learned in (2.0, 500.0):
+        torch.testing.assert_close(trained(learned), model[0].weight.detach(), rtol=1e-9, atol=1e-9)
 
 
 def test_rows_that_were_free_remain_so_in_a_smaller_network():

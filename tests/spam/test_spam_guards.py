@@ -59,11 +59,12 @@ def test_what_is_asked_for_is_kept_and_warned_of_where_it_does_nothing():
         SpaM(mlp(), N, total_steps=24)
 
 
-def test_weight_decay_beside_the_prior_is_warned_of_once():
+@pytest.mark.parametrize(("kind", "instead"), [("SGD", "weight_decay=0.01 to SpaM"), ("AdamW", "AdamW's default")])
+def test_weight_decay_beside_the_prior_is_warned_of_once(kind: str, instead: str):
     model = mlp()
     spam = SpaM(model, N)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with pytest.warns(UserWarning, match=r"weight_decay=0\.01") as caught:
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, weight_decay=0.01)
+    with pytest.warns(UserWarning, match=instead) as caught:
         train(model, spam, optimizer, split(blobs()), 1)
     assert len([w for w in caught if "weight_decay" in str(w.message)]) == 1
 

@@ -153,8 +153,8 @@ def test_a_lower_temperature_prunes_less():
 @pytest.mark.parametrize(
     ("samples", "options", "expected"),
     [
-        (1, {}, 0.0256),
-        (5, {}, 0.64),
+        (1, {}, 0.004096),
+        (5, {}, 0.512),
         (7, {}, 1.0),
         (400, {}, 1.0),
         (25, {"debias": False}, 0.5),

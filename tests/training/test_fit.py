@@ -35,6 +35,13 @@ def test_map_without_weight_decay_given_has_a_unit_gaussian_prior():
     assert identical(weights(explicit), weights(default))
 
 
+def test_with_spam_weight_decay_is_where_the_prior_starts():
+    named, own = network(), network()
+    fit(named, batches(), epochs=5, weight_decay=0.01, spam={"temperature": 0.5})
+    fit(own, batches(), epochs=5, spam={"temperature": 0.5, "initial_precision": 0.01 * 96 / 0.5})
+    assert identical(weights(named), weights(own))
+
+
 def test_training_learns_and_records_it(tmp_path):
     history = fit(network(), batches(), batches(seed=2), method="map", epochs=15, lr=0.1, folder=tmp_path)
     assert len(history) == 15
@@ -211,7 +218,7 @@ def test_nothing_is_printed_unless_progress_is_asked_for(capfd):
         ({"method": "map", "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "lr": 0.1}, "set it there"),
         ({"method": "map", "spam": {"prior": "unit"}}, 'method="spam"'),
         ({"method": "map", "logger": "tensorboard"}, "needs a folder"),
-        ({"method": "spam", "options": Options(weight_decay=0.1)}, "takes the place of weight decay"),
+        ({"weight_decay": 0.1, "spam": {"initial_precision": 5.0}}, "weight_decay=0.1 sets the initial precision"),
         ({"method": "l1", "l1": -1.0}, "l1 must be a finite number of at least 0"),
         ({"method": "map", "likelihood": "clasification"}, "did you mean 'classification'"),
     ],

@@ -29,7 +29,7 @@ class SpaMCallback(pl.Callback):  # type: ignore[misc]
 
     Automatic and manual optimization, gradient accumulation, clipping and mixed precision work as they do without it.
     Lightning's checkpoints contain the state, and ``trainer.fit(lit, loader, ckpt_path=…)`` continues to the same
-    numbers. Set the optimizer's weight decay to 0: the prior takes its place.
+    numbers. Set the optimizer's weight decay to 0: the prior takes its place (``weight_decay=`` of SpaM).
 
     Args:
         module: The submodule that ``training_step`` calls and that gets the prior, such as ``"net"``. None: the

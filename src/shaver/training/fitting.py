@@ -145,11 +145,6 @@ def _check_method(
         raise TypeError(f'spam takes a dict of SpaM\'s options, such as {{"prior": "unit"}}, not {spam!r}.')
     if method != "spam" and (spam or options.early_stopping):
         raise ValueError(f'spam= and early_stopping are for method="spam"; this is method={method!r}.')
-    if method == "spam" and options.weight_decay:
-        raise ValueError(
-            f"SpaM's prior takes the place of weight decay, so weight_decay={options.weight_decay!r} has no place with "
-            'method="spam"; spam={"initial_precision": …} sets where the prior starts.'
-        )
     if method == "spam" and options.teacher is not None:
         raise ValueError('teacher= works only with method="map" or "l1": SpaM\'s evidence does not include a teacher.')
     if online is not None and options.early_stopping:

@@ -31,8 +31,9 @@ class Options:
         optimizer: ``"sgd"`` (momentum 0.9), ``"adam"``, ``"adamw"``, a function of the parameters, or an optimizer.
         schedule: Learning rate schedule: ``"cosine"`` (to 1e-6), ``"constant"``, or a function from the share of
             training done, 0 to 1, to a factor.
-        weight_decay: Weight decay of a named optimizer. Default: 1/N for MAP (the unit Gaussian prior), 0 for L1. Not
-            allowed for SpaM, whose prior replaces it.
+        weight_decay: Weight decay of a named optimizer. Default: 1/N for MAP (the unit Gaussian prior), 0 for L1. For
+            SpaM it is the prior from which δ is learned (:attr:`shaver.settings.Settings.weight_decay`), by default
+            T/N, and the optimizer has none.
         likelihood: ``"classification"``, ``"regression"`` or a :class:`shaver.likelihoods.Likelihood`.
         l1: λ, for ``method="l1"`` only; :func:`shaver.training.search_l1` finds a value.
         teacher: A network with the same outputs, such as the one before pruning. Half of the loss is the divergence

@@ -55,7 +55,9 @@ class Run:
         self.likelihood = get_likelihood(options.likelihood)
         self.l1 = options.l1 if self.method == "l1" else 0.0
         decay = options.weight_decay
-        if decay is None and self.method == "map" and isinstance(options.optimizer, str):
+        if self.method == "spam":
+            decay = None  # its prior takes the place of the optimizer's weight decay
+        elif decay is None and self.method == "map" and isinstance(options.optimizer, str):
             decay = 1 / train.data_size
         self.optimizer = build_optimizer(options.optimizer, model, settings["lr"], decay)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
