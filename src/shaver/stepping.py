@@ -75,9 +75,8 @@ def apply_prior(
     delta: Mapping[Tensor, Tensor],
     strength: float,
     scale_free: Mapping[Tensor, int] | None = None,
-    factors: Factors | None = None,
-    *,
     initial: float = 0.0,
+    factors: Factors | None = None,
 ) -> None:
     """θ ← θ / (1 + η · strength · δ) after the optimizer's step: the proximal step for ½ · strength · θᵀδθ.
 
@@ -90,8 +89,8 @@ def apply_prior(
         delta: Parameter → precision, broadcastable. Parameters without a precision do not change.
         strength: Factor of the prior in the minimised loss: 1/N for a mean over N samples.
         scale_free: Parameter → number of groups of rows whose norm δ leaves as it is; see :mod:`shaver.invariance`.
+        initial: Precision that also acts on the norm of scale-free weights, as weight decay does.
         factors: The factors of earlier steps, which may be used again.
-        initial: Precision that pulls the scale-free weights, norm included, as weight decay does.
     """
     scale_free, factors = scale_free or {}, Factors() if factors is None else factors
     for group in optimizer.param_groups:
@@ -104,10 +103,7 @@ def apply_prior(
             if isinstance(optimizer, SGD) and own.numel() <= PIECE and weight not in scale_free:
                 together.append((own, factors.of(weight, precision, _shared_step(group) * strength)))
                 continue
-            if weight not in scale_free:
-                _pull(optimizer, group, weight, precision, strength)
-                continue
-            if initial:
+            if weight in scale_free and initial:
                 _pull(optimizer, group, weight, precision.new_tensor(initial), strength)
             with kept_norms([weight], scale_free):
                 _pull(optimizer, group, weight, precision, strength)
@@ -259,7 +255,6 @@ def add_prior_gradient(
     delta: Mapping[Tensor, Tensor],
     strength: float,
     scale_free: Mapping[Tensor, int] | None = None,
-    *,
     initial: float = 0.0,
 ) -> None:
     """Add the gradient of ½ · strength · θᵀδθ before the step: weight decay with its own δ per weight.
