@@ -59,7 +59,8 @@ class Settings:
             before a BatchNorm, during the whole training; a learned δ acts on their direction only.
         weight_decay: λ, the weight decay of ordinary training with SGD. λN/T is then ``initial_precision`` and the
             lowest δ: the training has this decay until the first update of δ and again when the weights have left the
-            learned prior, and never less. The optimizer's own must be 0. AdamW's weight decay acts differently; leave it out.
+            learned prior, and never less. The optimizer's own must be 0. AdamW's weight decay acts differently; leave
+            it out.
         bounds: Lowest and highest log δ.
         loss: Reduction of the training loss: ``"mean"``, ``"sum"`` or ``"auto"``, see
             :class:`shaver.curvature.OnlineCurvature`. By epochs it must be a mean.
