@@ -57,10 +57,9 @@ class Settings:
             :func:`fitting_temperature`.
         initial_precision: δ before the first update. It also pulls on the norm of scale-free weights, such as filters
             before a BatchNorm, during the whole training; a learned δ acts on their direction only.
-        weight_decay: λ, the weight decay of ordinary training with SGD. λN/T is then ``initial_precision`` and the
-            lowest δ: the training has this decay until the first update of δ and again when the weights have left the
-            learned prior, and never less. The optimizer's own must be 0. AdamW's weight decay acts differently; leave
-            it out.
+        weight_decay: λ, the weight decay of ordinary training with SGD. Sets ``initial_precision`` to λN/T, so that
+            the training has this decay until the first update of δ, and again when the weights have left the learned
+            prior. The optimizer's own must be 0. AdamW's weight decay acts differently; leave it out.
         bounds: Lowest and highest log δ.
         loss: Reduction of the training loss: ``"mean"``, ``"sum"`` or ``"auto"``, see
             :class:`shaver.curvature.OnlineCurvature`. By epochs it must be a mean.
@@ -148,8 +147,7 @@ class Settings:
             temperature = fitting_temperature(weights, data_size, debiased=debiased) if has_own else 1.0
         own: dict[str, Any] = {"debias": debias, "freeze": freeze, "temperature": temperature}
         if self.weight_decay is not None:
-            initial, (low, high) = self.weight_decay * data_size / temperature, self.bounds
-            own |= {"initial_precision": initial, "bounds": (max(low, math.log(initial)), high), "weight_decay": None}
+            own |= {"initial_precision": self.weight_decay * data_size / temperature, "weight_decay": None}
         return replace(self, **own)
 
 

@@ -150,18 +150,6 @@ def test_a_lower_temperature_prunes_less():
     assert found[0] < found[1] < found[2]
 
 
-def test_delta_is_never_below_the_weight_decay_that_was_given():
-    found = []
-    for decay in (1e-6, 0.05):
-        model = mlp()
-        spam = SpaM(model, 96, source="ef", weight_decay=decay, temperature=1.0, **OFTEN)
-        train(model, spam, sgd(model, 0.05), split(blobs()), 15)
-        assert spam.updates
-        found.append(min(float(delta.min()) for delta in spam.prior.delta().values()))
-    assert found[0] < 0.05 * 96
-    assert found[1] == pytest.approx(0.05 * 96)
-
-
 @pytest.mark.parametrize(
     ("samples", "options", "expected"),
     [

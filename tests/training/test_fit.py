@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 import random
 import sys
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shaver.settings import LOG_BOUNDS
 from shaver.training import History, Options, fit
 from tests.training.problems import batches, blobs, identical, network, weights
 
@@ -40,9 +38,7 @@ def test_map_without_weight_decay_given_has_a_unit_gaussian_prior():
 def test_with_spam_weight_decay_is_where_the_prior_starts():
     named, own = network(), network()
     fit(named, batches(), epochs=5, weight_decay=0.01, spam={"temperature": 0.5})
-    precision = 0.01 * 96 / 0.5
-    bounds = (math.log(precision), LOG_BOUNDS[1])
-    fit(own, batches(), epochs=5, spam={"temperature": 0.5, "initial_precision": precision, "bounds": bounds})
+    fit(own, batches(), epochs=5, spam={"temperature": 0.5, "initial_precision": 0.01 * 96 / 0.5})
     assert identical(weights(named), weights(own))
 
 
