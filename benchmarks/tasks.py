@@ -70,8 +70,8 @@ _CIFAR: dict[str, Any] = {
 TASKS = {
     "digits": Task("digits_cnn", "digits", 40, 20, None, 64, decay=0.01),
     "cancer": Task("fcn", "cancer", 100, 20, None, 64, {}, 0.05, {"inputs": 30, "hidden": (100, 100), "classes": 2}),
-    "FCN/MNIST": Task("fcn", "mnist", 30, 3, 60_000, decay=5e-4),
-    "LeNet/MNIST": Task("lenet", "mnist", 20, 3, 60_000, decay=1e-3),
+    "FCN/MNIST": Task("fcn", "mnist", 30, 3, 60_000),
+    "LeNet/MNIST": Task("lenet", "mnist", 20, 3, 60_000),
     "LeNet/Fashion": Task("lenet", "fashion", 20, 3, 60_000, decay=1e-3),
     "ResNet-20/CIFAR-10": Task("resnet20", "cifar10", seeds=3, **_CIFAR),
     "ResNet-18/CIFAR-10": Task("resnet18", "cifar10", seeds=1, arguments={"planes": 16}, **_CIFAR),

@@ -1,8 +1,9 @@
 """Weights whose scale the function does not see, such as filters before a BatchNorm, and the prior on their direction.
 
 If f(c·w) = f(w) for every c > 0, then ⟨∇f, w⟩ = 0 (Euler). This is how such weights are found: from the gradients of
-the first steps, whatever the modules are called. The prior must not act on their length. It would not regularise the
-function, but it would change the effective step size, lr/‖w‖², and leave the statistics of the norm behind.
+the first steps, whatever the modules are called. A learned δ must not act on their length. It would not regularise the
+function, but it would change the effective step size, lr/‖w‖², and leave the statistics of the norm behind. Ordinary
+weight decay acts on their length to set that step size, and so does the initial precision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
