@@ -68,7 +68,7 @@ _CIFAR: dict[str, Any] = {
     "epochs": 10, "images": 10_000, "decay": 0.02, "calibration": (2_000, 100), "passes": 10, "highest": 0.95,
 }  # fmt: skip
 TASKS = {
-    "digits": Task("digits_cnn", "digits", 40, 20, None, 64, decay=0.01),
+    "digits": Task("digits_cnn", "digits", 40, 12, None, 64, decay=0.01),
     "cancer": Task("fcn", "cancer", 100, 20, None, 64, {}, 0.05, {"inputs": 30, "hidden": (100, 100), "classes": 2}),
     "FCN/MNIST": Task("fcn", "mnist", 30, 3, 60_000),
     "LeNet/MNIST": Task("lenet", "mnist", 20, 3, 60_000),
