@@ -5,10 +5,11 @@ r"""Dense accuracy and accuracy after pruning on eleven small tasks: MAP and Spa
     python benchmarks/tasks.py --report                     # the table of the rows that the file has
 
 MAP is ordinary training with the weight decay that was best for it on the validation split, and SpaM starts from the
-same one. Networks are pruned by OPD (optimal posterior damage) without fine-tuning, once by masks alone (BatchNorm
-statistics are measured again) and once with repair from unlabelled training samples. On CIFAR-10 the repair ends with
-ten passes over the training images and their mirror images, without labels, in which all layers are fitted together;
-98 % is left out there. Every training adds one row to the CSV file, and rows that the file has are not repeated.
+same one; weight_decay=0 leaves both at their defaults. Networks are pruned by OPD (optimal posterior damage) without
+fine-tuning, once by masks alone (BatchNorm statistics are measured again) and once with repair from unlabelled training
+samples. On CIFAR-10 the repair ends with ten passes over the training images and their mirror images, without labels,
+in which all layers are fitted together; 98 % is left out there. Every training adds one row to the CSV file, and rows
+that the file has are not repeated.
 The data come from the folder in SHAVER_DATA.
 """
 
@@ -158,6 +159,7 @@ def run(name: str, label: str, seed: int, split: str) -> dict[str, Any]:
         | task.training
         | {key: own.pop(key) for key in ("optimizer", "lr", "schedule", "weight_decay") if key in own}
     )
+    training["weight_decay"] = training["weight_decay"] or None
     if training.get("schedule") in SCHEDULES:
         training["schedule"] = SCHEDULES[training["schedule"]]
     began = time.process_time()
