@@ -249,14 +249,15 @@ class SpaM:
     def before_step(self, optimizer: Optimizer, strength: float) -> None:
         """Add the prior's gradient, if the prior is part of the objective. ``strength`` is its factor in the loss."""
         if self.in_objective(optimizer):
-            add_prior_gradient(optimizer, *self._pull(strength))
+            add_prior_gradient(optimizer, *self._terms(strength))
 
     def after_step(self, optimizer: Optimizer, strength: float) -> None:
         """Take the prior's proximal step, if the prior is not part of the objective."""
         if not self.in_objective(optimizer):
-            apply_prior(optimizer, *self._pull(strength), self._factors)
+            apply_prior(optimizer, *self._terms(strength), self._factors)
 
-    def _pull(self, strength: float) -> tuple[dict[Tensor, Tensor], float, dict[Tensor, int], float]:
+    def _terms(self, strength: float) -> tuple[dict[Tensor, Tensor], float, dict[Tensor, int], float]:
+        """What both forms of the prior's step need: δ, its factor, the scale-free weights and the initial precision."""
         return self.delta_by_parameter(), strength, self.scale_free.by_parameter, self.settings.initial_precision
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:

@@ -42,6 +42,13 @@ def test_with_spam_weight_decay_is_where_the_prior_starts():
     assert identical(weights(named), weights(own))
 
 
+def test_with_spam_a_weight_decay_of_zero_is_none():
+    zero, default = network(), network()
+    fit(zero, batches(), epochs=2, weight_decay=0)
+    fit(default, batches(), epochs=2)
+    assert identical(weights(zero), weights(default))
+
+
 def test_training_learns_and_records_it(tmp_path):
     history = fit(network(), batches(), batches(seed=2), method="map", epochs=15, lr=0.1, folder=tmp_path)
     assert len(history) == 15

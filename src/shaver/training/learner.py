@@ -27,7 +27,7 @@ _UNKNOWN = (
 def attach_spam(run: "Run", asked: Mapping[str, Any]) -> SpaM:
     """Create SpaM for the network of a run. ``asked`` holds the user's options."""
     own = {"total_steps": run.epochs * run.steps_per_epoch, "seed": run.seed, "group": run.spread.ranks.group}
-    if run.options.weight_decay is not None:
+    if run.options.weight_decay:
         own["weight_decay"] = run.options.weight_decay
     if clash := own.keys() & asked.keys():
         raise ValueError(f"fit gives SpaM {', '.join(sorted(clash))} itself; leave it out of spam=.")
