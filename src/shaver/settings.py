@@ -13,9 +13,12 @@ LOG_BOUNDS = (math.log(1e-6), math.log(1e12))
 
 #: Steps between two updates of δ, unless the training is short.
 USUAL = 50
-#: Share of a training after which δ is learned: if each weight has its own δ and may leave the learned prior, and
-#: otherwise. A δ that many weights share is learned slowly, and weights that stay under the learned prior need time.
-START, START_TO_KEEP = 1 / 3, 0.1
+#: Share of a training after which δ is frozen. In a short training it is lower if the weights then leave the learned
+#: prior, because they need time to recover.
+FREEZE, FREEZE_TO_DEBIAS = 0.7, 0.6
+#: A training of at least this many steps is long. Its loss settles in the first few per cent, when learning δ would
+#: still cost accuracy; so if the weights leave the learned prior in the end, δ is learned after this share.
+LONG, START = 5000, 1 / 3
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,13 @@ class Settings:
         decay: Online: decay of the moving average of H, per curvature measurement.
         update: Online: steps between updates of δ. Default: 50, or fewer so that a short training has 40 updates (5, if
             weights share a δ). The default is at least 5, unless fewer than five updates would be left.
-        burn_in: Share of ``total_steps`` after which the first update of δ may come; 0 begins at once. Default: a
-            third, or a tenth if the weights may not leave the learned prior (see ``debias``) or share a δ. Without
-            ``total_steps``, learning δ begins once the mean loss has settled, see :class:`shaver.watch.Watch`. By
-            epochs: number of epochs, by default none.
-        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle.
+        burn_in: When the first update of δ may come. Default: once the mean loss has settled, see
+            :class:`shaver.watch.Watch`, but after four sevenths of the time before the freeze at the latest (a
+            tenth of ``total_steps``, if weights share a δ). If the weights may leave the learned prior (``debias``)
+            and ``total_steps`` is at least 5,000: a third. A number is a share of ``total_steps``, and has no effect
+            without it; 0 begins at once. By epochs: number of epochs, by default none.
+        freeze: Share of ``total_steps`` after which δ no longer changes, so that the weights settle. Default: 0.7, or
+            0.6 in shorter trainings whose weights may leave the learned prior.
         debias: After the freeze, train the weights under ``initial_precision``, as before the first update. Then δ no
             longer pulls them, and removed weights may return a little, which restores the accuracy before pruning. The
             posterior then has the δ of highest evidence at the weights in the end. None: online, if each weight has its
@@ -70,7 +75,7 @@ class Settings:
     decay: float = 0.95
     update: int | None = None
     burn_in: float | None = None
-    freeze: float = 0.7
+    freeze: float | None = None
     debias: bool | None = None
     shrink: float = 0.75
     proximal: bool = True
@@ -93,7 +98,7 @@ class Settings:
                 check_count(name, getattr(self, name))
         check_flags(online=self.online, proximal=self.proximal, debias=self.debias is not None and self.debias)
         for name, most in (("shrink", 1), ("freeze", 1), ("decay", 1), ("burn_in", math.inf)):
-            if getattr(self, name) is not None or name != "burn_in":
+            if getattr(self, name) is not None or name not in ("burn_in", "freeze"):
                 check_number(name, getattr(self, name), least=0, most=most)
         if self.decay == 1:
             raise ValueError(f"decay must be below 1, not {self.decay!r}: the average would never change.")
@@ -108,11 +113,16 @@ class Settings:
         low, high = (check_number(f"bounds[{i}]", bound) for i, bound in enumerate(self.bounds))
         if not low < high:
             raise ValueError(f"bounds are the lowest and the highest log δ, not {self.bounds!r}.")
-        if self.online and not 0 <= (self.burn_in or 0.0) < self.freeze <= 1:
+        if self.online and not 0 <= (self.burn_in or 0.0) < self.learned_until <= 1:
             raise ValueError(
                 "online, burn_in and freeze are shares of total_steps, 0 ≤ burn_in < freeze ≤ 1, not "
-                f"{self.burn_in!r} and {self.freeze!r}."
+                f"{self.burn_in!r} and {self.learned_until!r}."
             )
+
+    @property
+    def learned_until(self) -> float:
+        """``freeze``, or its usual value."""
+        return FREEZE if self.freeze is None else self.freeze
 
     def share(self, update: int) -> float:
         """``shrink`` of a single update, if δ is updated every ``update`` steps: 1 − (1 − shrink)^√(update/50).
@@ -123,10 +133,10 @@ class Settings:
         return 1.0 - math.pow(1.0 - self.shrink, math.sqrt(min(1.0, update / USUAL)))
 
     def completed(self, *, has_own: bool, weights: int, data_size: int, total_steps: int | None) -> "Settings":
-        """The settings with a value for ``temperature``, ``initial_precision`` and ``burn_in``.
+        """The settings with a value for ``freeze``, ``temperature`` and ``initial_precision``.
 
-        Without ``total_steps`` an open ``burn_in`` stays open: then the loss decides when learning begins. ``debias``
-        becomes False where the weights may not leave the learned prior.
+        ``debias`` becomes False where the weights may not leave the learned prior. ``burn_in`` gets a value where the
+        loss does not decide when learning begins.
 
         Args:
             has_own: Whether each weight has its own δ and no noise is learned.
@@ -135,13 +145,16 @@ class Settings:
             total_steps: Number of steps of the whole training, or None.
         """
         debias = False if self.debias is None and not (self.online and has_own) else self.debias
-        temperature, burn_in = self.temperature, self.burn_in
+        is_long = total_steps is not None and total_steps >= LONG
+        freeze, burn_in, temperature = self.learned_until, self.burn_in, self.temperature
+        if debias is not False and not is_long and self.freeze is None:
+            freeze = FREEZE_TO_DEBIAS
+        if debias is not False and is_long and has_own and self.online and burn_in is None:
+            burn_in = min(START, freeze / 2)
         if temperature is None:
-            debiased = debias is not False and total_steps is not None and self.freeze < 1
+            debiased = debias is not False and total_steps is not None and freeze < 1
             temperature = fitting_temperature(weights, data_size, debiased=debiased) if has_own else 1.0
-        if burn_in is None and self.online and total_steps is not None:
-            burn_in = min(START if has_own and debias is not False else START_TO_KEEP, self.freeze / 2)
-        own: dict[str, Any] = {"debias": debias, "burn_in": burn_in, "temperature": temperature}
+        own: dict[str, Any] = {"debias": debias, "burn_in": burn_in, "freeze": freeze, "temperature": temperature}
         if self.weight_decay is not None:
             own |= {"initial_precision": self.weight_decay * data_size / temperature, "weight_decay": None}
         return replace(self, **own)

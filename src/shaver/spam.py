@@ -328,7 +328,7 @@ class SpaM:
     def freeze(self) -> None:
         """Stop learning δ, so that the weights settle.
 
-        For trainings without ``total_steps``: call it when 70 % of the training are over.
+        For trainings without ``total_steps``: call it when 60 % of the training are over.
         """
         self.timetable.freeze()
 

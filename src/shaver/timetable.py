@@ -8,16 +8,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shaver.settings import USUAL, Settings
-from shaver.watch import Watch
+from shaver.watch import WINDOW, Watch
 
 #: Steps between curvature measurements are multiplied by this while δ is frozen. If the number of steps is known, they
 #: are multiplied by its square while neither an update of δ nor the end of training is near.
 IDLE = 4
 #: Updates of δ that a short training should have.
 UPDATES = 40
-#: If the length is unknown, δ is learned after this many measured losses even if the loss has not settled. The loss of
-#: weights that were trained before may not fall at all.
-PATIENCE = 100
+#: Share of a training after which the loss usually has settled.
+USUAL_START = 0.1
+#: When δ is learned even if the loss has not settled: after this share of the time before the freeze or, if the length
+#: is unknown, after this many measured losses. The loss of weights that were trained before may not fall at all.
+LATEST, PATIENCE = 4 / 7, 100
 #: A learning rate is low if it is at most this share of its highest value.
 LOW = 0.5
 
@@ -26,9 +28,9 @@ class Timetable:
     """Counts the steps and epochs of a training and says what is due.
 
     Args:
-        settings: SpaM's settings, completed (:meth:`shaver.settings.Settings.completed`).
+        settings: SpaM's settings.
         total_steps: Number of steps of the whole training, or None.
-        watch: If the length is unknown, decides whether the loss has settled, so that δ may be learned.
+        watch: Decides whether the loss has settled, so that δ may be learned.
         per_weight: Each weight has its own δ.
 
     Attributes:
@@ -44,6 +46,10 @@ class Timetable:
         self.every, self.update = pace(settings, total_steps, per_weight=per_weight) if settings.online else (1, 1)
         self._is_stopped = False
         self._rates: dict[str, tuple[float, float]] = {}
+        self._latest = LATEST * settings.learned_until
+        is_short = self._latest * (total_steps or 0) < 4 * WINDOW * self.every  # too short to see whether it settles
+        if is_short or not per_weight:  # a δ that many weights share is learned slowly
+            self._latest = _usual_start(settings)
 
     def freeze(self) -> None:
         """Stop updating δ."""
@@ -52,16 +58,20 @@ class Timetable:
     @property
     def is_frozen(self) -> bool:
         """Whether δ no longer changes."""
-        known = self.total_steps is not None and self.steps > self._settings.freeze * self.total_steps
+        known = self.total_steps is not None and self.steps > self._settings.learned_until * self.total_steps
         return self._is_stopped or known
 
     @property
     def has_begun(self) -> bool:
-        """Whether δ may be learned: after the burn-in or, if the length is unknown, once the loss has settled."""
-        share, watch = self._settings.burn_in or 0.0, self._watch
-        if self.total_steps is not None:
-            return self.steps > share * self.total_steps
-        return self._settings.burn_in == 0 or watch.has_settled or not 0 < watch.recorded < PATIENCE
+        """Whether δ may be learned: after the burn-in, or once the loss has settled."""
+        total, share, watch = self.total_steps, self._settings.burn_in, self._watch
+        if share == 0:
+            return True
+        if total is None:
+            return watch.has_settled or not 0 < watch.recorded < PATIENCE
+        if share is not None:
+            return self.steps > share * total
+        return watch.has_settled or self.steps > self._latest * total
 
     @property
     def is_due(self) -> bool:
@@ -101,7 +111,7 @@ class Timetable:
     def spacing(self) -> int:
         """Steps between curvature measurements: ``every``, but more between the freeze and the last steps.
 
-        Also more before ``burn_in``, if the length is known.
+        Also more before ``burn_in``, if it was given.
         """
         if self.total_steps is None:
             return self.every * (IDLE if self.is_frozen else 1)
@@ -125,21 +135,26 @@ def pace(settings: Settings, total_steps: int | None, *, per_weight: bool = True
     """``every`` and ``update`` for a training of ``total_steps``. Warns if δ would never be updated.
 
     Args:
-        settings: SpaM's settings, completed.
+        settings: SpaM's settings.
         total_steps: Number of steps, or None.
         per_weight: Each weight has its own δ. A δ that many weights share needs fewer updates: 40 updates cost a
             network with the unit prior one point of accuracy.
     """
     update = settings.update or USUAL
-    begins = settings.burn_in or 0.0
+    begins = _usual_start(settings) if settings.burn_in is None else settings.burn_in
     if settings.update is None and total_steps is not None:
-        span = (settings.freeze - begins) * total_steps
+        span = (settings.learned_until - begins) * total_steps
         shortest = max(int(span / UPDATES), min(5, int(span / 5)), 1) if per_weight else max(int(span / 5), 1)
         update = min(update, shortest)
-    if total_steps is not None and int(settings.freeze * total_steps / update) * update <= begins * total_steps:
+    if total_steps is not None and int(settings.learned_until * total_steps / update) * update <= begins * total_steps:
         warnings.warn(
             f"δ will not be updated in {total_steps} steps with update={update}, burn_in={begins:g} and "
-            f"freeze={settings.freeze:g}, so SpaM has no effect; leave update= out, or train longer.",
+            f"freeze={settings.learned_until:g}, so SpaM has no effect; leave update= out, or train longer.",
             stacklevel=4,
         )
     return settings.every or max(1, min(15 if per_weight else 10, update // 3)), update
+
+
+def _usual_start(settings: Settings) -> float:
+    """The share of a training after which δ is usually learned."""
+    return min(USUAL_START, settings.learned_until / 2)

@@ -9,7 +9,7 @@ import shaver
 from shaver.pruning import Online
 from shaver.repairing.repaired import DAMPING
 from shaver.settings import Settings
-from shaver.timetable import IDLE, pace
+from shaver.timetable import IDLE, LATEST, pace
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,15 +28,13 @@ def found(pattern: str, page: str) -> list[float]:
 def test_the_guide_to_training_names_the_defaults():
     page = "docs/guides/training.md"
     defaults = Settings().completed(has_own=True, weights=1, data_size=1, total_steps=1000)
-    start, settled, freeze, shared = found(
-        r"after (\d+) % of the steps, and δ stays fixed during the last (\d+) % \(`freeze=([\d.]+)`\).*?"
-        r"share one δ among many weights, SpaM starts after (\d+) %",
+    latest, settled, freeze = found(
+        r"after (\d+) % of the steps at the latest, and δ stays fixed during the last (\d+) % \(`freeze=([\d.]+)`\)",
         page,
     )
-    assert (start / 100, 1 - settled / 100, freeze) == pytest.approx(
-        (defaults.burn_in, defaults.freeze, defaults.freeze), abs=0.005
+    assert (latest / 100, 1 - settled / 100, freeze) == pytest.approx(
+        (LATEST * defaults.learned_until, defaults.learned_until, defaults.freeze), abs=0.005
     )
-    assert shared / 100 == Settings().completed(has_own=False, weights=1, data_size=1, total_steps=1000).burn_in
     every, update, rarely, unknown = found(
         r"every (\d+)th step \(`every`\) and updates δ every (\d+) steps \(`update`\). After the freeze it measures on "
         r"every (\d+)th step, and on every \d+th near the end; if .*?, on every (\d+)th",

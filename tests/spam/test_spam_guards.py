@@ -13,26 +13,20 @@ from shaver.timetable import pace
 from tests.spam.toys import N, blobs, mlp, sgd, split, train
 
 
-def completed(steps: int | None, *, has_own: bool = True) -> Settings:
-    """The defaults for a training of this length."""
-    return Settings().completed(has_own=has_own, weights=N, data_size=N, total_steps=steps)
-
-
 @pytest.mark.parametrize(
     ("steps", "expected"),
-    [(None, (15, 50)), (10_000, (15, 50)), (2000, (6, 18)), (800, (2, 7)), (24, (1, 1)), (3, (1, 1))],
+    [(None, (15, 50)), (10_000, (15, 50)), (2000, (10, 30)), (800, (4, 12)), (24, (1, 2)), (3, (1, 1))],
 )
 def test_a_short_training_looks_and_learns_more_often(steps: int | None, expected: tuple[int, int]):
-    assert pace(completed(steps), steps) == expected
+    assert pace(Settings(), steps) == expected
 
 
 def test_a_shared_delta_is_updated_less_often():
     spam = SpaM(mlp(), N, total_steps=800)
     shared = SpaM(mlp(), N, total_steps=800, prior="unit")
-    assert (spam.timetable.update, shared.timetable.update) == (7, 50)
-    shared_settings = completed(100, has_own=False)
-    assert pace(shared_settings, 100, per_weight=False) == (4, 12)
-    assert pace(shared_settings, 10_000, per_weight=False) == (10, 50)
+    assert (spam.timetable.update, shared.timetable.update) == (10, 50)
+    assert pace(Settings(), 100, per_weight=False) == (4, 12)
+    assert pace(Settings(), 10_000, per_weight=False) == (10, 50)
 
 
 def test_frequent_updates_move_the_weights_less():

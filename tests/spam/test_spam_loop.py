@@ -147,10 +147,53 @@ def test_delta_is_learned_between_burn_in_and_freeze():
     assert updates(48, 48, burn_in=0.25, freeze=0.5) == [16, 20, 24], "after step 12 and until step 24"
     assert updates(50, 50, burn_in=0.0, freeze=1.0) == list(range(4, 51, 4))
     assert updates(None, 14) == [4, 8, 12], "without total_steps there is neither"
-    assert updates(50, 50) == [20, 24, 28, 32], "from a third of the training to 70 %"
-    assert updates(50, 50, freeze=0.4) == [12, 16, 20], "or to an earlier freeze, but not before half of the time to it"
-    assert updates(50, 50, debias=False) == list(range(8, 36, 4)), "from a tenth, if the weights keep the learned prior"
-    assert updates(50, 50, prior="unit") == list(range(8, 36, 4)), "or share a δ"
+    assert updates(50, 50) == list(range(4, 31, 4)), "the loss has settled: from the first step to 60 %"
+    assert updates(50, 50, debias=False) == list(range(4, 36, 4)), "to 70 %, if the weights keep the learned prior"
+
+
+def test_a_long_training_learns_delta_between_a_third_and_70_percent():
+    """In fewer steps the loss decides, and the weights have more time after the freeze."""
+
+    def times(steps: int, **options: Any) -> tuple[float | None, float]:
+        settings = SpaM(mlp(), N, total_steps=steps, **options).settings
+        return settings.burn_in, settings.freeze
+
+    assert times(5000) == (1 / 3, 0.7)
+    assert times(4999) == (None, 0.6)
+    assert times(5000, freeze=0.4) == (0.2, 0.4), "half of the time before an earlier freeze"
+    assert times(5000, burn_in=0.1, freeze=0.5) == (0.1, 0.5)
+    assert times(5000, debias=False) == times(5000, prior="unit") == (None, 0.7), "weights keep the learned prior"
+    spam = SpaM(mlp(), N, total_steps=6000)
+    spam.watch.has_settled = True
+    spam.timetable.steps = 2000
+    assert not spam.timetable.is_due, "the loss does not decide"
+    spam.timetable.steps = 2050
+    assert spam.timetable.is_due
+
+
+def test_with_a_length_the_first_update_waits_for_the_loss_to_settle_but_not_for_long():
+    """One batch again and again: its loss only falls, and never by less than its noise, which is none."""
+    model, (batch, *_) = mlp(), split(blobs(), 8)
+    spam, optimizer = SpaM(model, N, total_steps=80, every=1, update=4, freeze=0.8), sgd(model, 1e-3)
+    for _ in range(36):  # 4/7 · 0.8 · 80 = 36.6 steps
+        train(model, spam, optimizer, [batch])
+    assert not spam.updates
+    for _ in range(8):
+        train(model, spam, optimizer, [batch])
+    assert spam.updates == 2
+    assert not spam.watch.has_settled
+
+
+def test_a_delta_that_weights_share_is_learned_after_a_tenth_of_the_training_at_the_latest():
+    """One batch again and again, as above: its loss never settles."""
+    model, (batch, *_) = mlp(), split(blobs(), 8)
+    spam, optimizer = SpaM(model, N, prior="unit", total_steps=400, every=1, update=4), sgd(model, 1e-3)
+    for _ in range(40):
+        train(model, spam, optimizer, [batch])
+    assert not spam.updates
+    for _ in range(4):
+        train(model, spam, optimizer, [batch])
+    assert spam.updates == 1
 
 
 def test_without_a_length_the_first_update_waits_for_the_loss_to_settle():
