@@ -76,7 +76,7 @@ TASKS = {
     "LeNet/MNIST": Task("lenet", "mnist", 20, 3, 60_000, calibration=(2_000, 100), passes=10),
     "LeNet/Fashion": Task("lenet", "fashion", 20, 3, 60_000, decay=1e-3, calibration=(2_000, 100), passes=10),
     "ResNet-20/CIFAR-10": Task("resnet20", "cifar10", seeds=3, **_CIFAR),
-    "ResNet-18/CIFAR-10": Task("resnet18", "cifar10", seeds=1, arguments={"planes": 16}, **_CIFAR),
+    "ResNet-18/CIFAR-10": Task("resnet18", "cifar10", seeds=3, arguments={"planes": 16}, **_CIFAR),
     "WRN-16-2/CIFAR-10": Task("wrn16", "cifar10", seeds=1, arguments={"widen": 2}, **_CIFAR),
     "ViT/MNIST": Task("vit", "mnist", 10, 3, 60_000, 128, _ADAM),  # 0.003 is better than 0.001 for MAP too
     "GPT/IMDB": Task("gpt", "imdb", 4, 4, 3_000, 32, _SCRATCH, calibration=REVIEWS),
